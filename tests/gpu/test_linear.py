@@ -1,0 +1,133 @@
+"""The projection on the GPU against fp64 over a pairwise covering set, and against the unfused path's own error."""
+
+import zlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import Case, make_case, oracle, sqnr
+from tests.pairwise import pairwise
+from torch_epilora.ops import dequantize_fp8
+from torch_epilora.ops.dispatch import plan_of
+
+SHAPES = {
+    "qwen3-0.6b.qkv": (1024, [2048, 1024, 1024]),
+    "qwen3-0.6b.o": (2048, [1024]),
+    "qwen3-0.6b.gate_up": (1024, [3072, 3072]),
+    "qwen3-0.6b.down": (3072, [1024]),
+    "qwen3-8b.qkv": (4096, [4096, 1024, 1024]),
+    "qwen3-8b.o": (4096, [4096]),
+    "qwen3-8b.gate_up": (4096, [12288, 12288]),
+    "qwen3-8b.down": (12288, [4096]),
+    "llama-3.1-8b.gate_up": (4096, [14336, 14336]),
+    "llama-3.1-8b.down": (14336, [4096]),
+    "odd.130": (130, [200]),
+    "odd.15": (15, [32]),
+    "odd.1280": (1280, [3420]),
+    "odd.eight": (576, [576, 192, 192, 64, 16, 8, 5, 11]),
+}
+CASES = pairwise(
+    {
+        "m": [0, 1, 2, 3, 7, 16, 17, 32, 33, 64, 100, 256, 1000, 2048],
+        "shape": list(SHAPES),
+        "r": [1, 3, 4, 8, 9, 16, 17, 32, 64, 96, 128, 256, 320, 512],
+        "slots": [1, 2, 8, 32, 64],
+        "popularity": ["uniform", "skewed", "distinct", "one", "none"],
+        "layout": ["tensor", "channel", "block"],
+        "compute": ["w8a8", "w8a16"],
+        "dtype": [torch.bfloat16, torch.float16],
+        "codes": ["made", "given", "static"],
+        "bias": [False, True],
+        "b_bias": [False, True],
+        "mixed_ranks": [False, True],
+        "path": ["lora_linear", "lora_linear_fused", "lora_linear_hybrid"],
+    }
+)
+
+
+def unfused(case: Case) -> Tensor:
+    """The same codes, one bf16 (fp16) operator after another, as PEFT beside a base linear would."""
+    dtype = case.x.dtype
+    if case.compute == "w8a16":
+        y = (case.x.float() @ dequantize_fp8(case.weight, case.weight_scale).t()).to(dtype)
+    else:
+        bare = Case(**{**vars(case), "row_slots": [-1] * len(case.row_slots), "bias": None})
+        y = oracle(bare).to(dtype)
+    if case.bias is not None:
+        y = y + case.bias
+    for slot in sorted({s for s in case.row_slots if s >= 0}):
+        rows = torch.tensor([i for i, s in enumerate(case.row_slots) if s == slot], device=y.device)
+        start = 0
+        for s, (down, up) in enumerate(zip(case.a, case.b, strict=True)):
+            stop = start + up.shape[1]
+            r = int(case.rank[s, slot]) if case.rank is not None else down.shape[1]
+            scaling = float(case.scaling[s, slot])
+            if r:
+                delta = (case.x[rows] @ down[slot, :r].t()) @ up[slot, :, :r].t()
+                if case.b_bias:
+                    delta = delta + case.b_bias[s][slot]
+                y[rows, start:stop] += delta * scaling
+            start = stop
+    return y
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_pairwise(number: int, record) -> None:
+    p = dict(CASES[number])
+    path, shape = p.pop("path"), p.pop("shape")
+    k, widths = SHAPES[shape]
+    case = make_case(p.pop("m"), k, widths, p.pop("r"), p.pop("slots"), device="cuda", seed=zlib.crc32(b"%d" % number), **p)
+    try:
+        for elements in (1 << 24, case.x.shape[0] * sum(widths)):  # what torch.empty hands out next holds NaN
+            torch.full((elements,), float("nan"), dtype=case.x.dtype, device="cuda")
+        got = case.run(path)
+    except ValueError as error:
+        assert path == "lora_linear_hybrid" and "cannot take the hybrid path" in str(error)
+        path, got = "lora_linear", case.run()
+    assert got.shape == (case.x.shape[0], sum(widths)) and got.dtype == case.x.dtype
+    if not got.numel():
+        return
+    want, real = oracle(case), oracle(case, round_h=False)
+    db = sqnr(got, want)
+    error, baseline = (got.double() - real).norm(), (unfused(case).double() - real).norm()
+    record(test="pairwise", number=number, path=path, took=plan_of(*case.args()).path, sqnr=db, ratio=float(error / baseline))
+    assert db > 40, f"{CASES[number]}: {db:.1f} dB"
+    assert error <= 2 * baseline, f"{CASES[number]}: error {error:.3e}, unfused {baseline:.3e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32])
+@pytest.mark.parametrize("layout", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("compute", ["w8a8", "w8a16"])
+def test_float32(dtype: torch.dtype, layout: str, compute: str) -> None:
+    case = make_case(33, 320, [192, 64], 9, 4, layout=layout, compute=compute, dtype=dtype, device="cuda")
+    assert sqnr(case.run(), oracle(case)) > 60
+
+
+def test_row_strides_past_two_to_the_thirty() -> None:
+    """cases.md 19: offsets that 32 bits cannot hold."""
+    case = make_case(3, 64, [128], 8, 2, device="cuda", popularity="distinct")
+    stride = (1 << 30) + 64
+    room = torch.empty(2 * stride + 128, dtype=torch.bfloat16, device="cuda")
+    far = room.as_strided((3, 64), (stride, 1))
+    far.copy_(case.x)
+    want = case.run()
+    case.x = far
+    assert torch.equal(case.run(), want)
+    h = torch.ops.epilora.shrink(far, case.a, case.rank, case.scaling, *case.groups[:4])
+    y = room.as_strided((3, 128), (stride, 1))
+    y.zero_()
+    torch.ops.epilora.expand_add_(y, h, case.b, [], case.rank, case.scaling, *case.groups[:4])
+    near = torch.zeros(3, 128, dtype=torch.bfloat16, device="cuda")
+    torch.ops.epilora.expand_add_(near, h, case.b, [], case.rank, case.scaling, *case.groups[:4])
+    assert near[2].abs().sum() > 0 and torch.equal(y, near)
+
+
+def test_many_tokens_and_outputs() -> None:
+    """cases.md 19: 90,000 tokens by 12,288 outputs is past 2^30 elements; the last rows are compared."""
+    case = make_case(90_000, 256, [12288], 8, 2, device="cuda", popularity="skewed", bias=False)
+    got = case.run()
+    tail = make_case(1, 256, [12288], 8, 2, device="cuda")
+    rows = slice(89_980, 90_000)
+    tail = Case(**{**vars(case), "x": case.x[rows], "row_slots": case.row_slots[rows]})
+    assert sqnr(got[rows], oracle(tail)) > 40

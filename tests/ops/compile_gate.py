@@ -1,0 +1,150 @@
+"""Compiles every kernel a plan admits for an architecture, without a GPU, and reports registers, spills and shared memory.
+
+Run as ``python -m tests.ops.compile_gate 90``: a process of its own, since Triton decides at decoration time whether kernels are
+interpreted, and the tests of numerics interpret them.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from torch_epilora.ops.checks import Groups
+from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan
+from torch_epilora.ops.triton import quantize as q
+from torch_epilora.ops.triton.expand import expand_add
+from torch_epilora.ops.triton.linear import linear
+from torch_epilora.ops.triton.shrink import shrink, shrink_planes
+
+FP8 = torch.float8_e4m3fn
+
+
+class NoGpu:
+    """Stands in for the CUDA driver: names the target, launches nothing."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_device(self):
+        return self.arch
+
+    def set_current_device(self, device):
+        pass
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+
+def tool(name: str) -> str:
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin" / name)
+
+
+class Gate:
+    """Collects what the launchers would have launched."""
+
+    def __init__(self, arch: int):
+        self.arch, self.capability = arch, divmod(arch, 10)
+        self.limit = SHARED_BYTES[self.capability]
+        self.kernels: dict[int, tuple[str, object]] = {}
+        self.label = ""
+        driver.set_active(NoGpu(arch))
+        run = JITFunction.run
+
+        def compile_only(fn, *args, grid, warmup, **kwargs):
+            kernel = run(fn, *args, grid=grid, warmup=True, **kwargs)
+            self.kernels.setdefault(id(kernel), (f"{fn.__name__} {self.label}", kernel))
+
+        JITFunction.run = compile_only
+
+    def problem(self, p: Problem, *, slots: int = 4, groups: int = 5, bias: bool = True, rank: bool = True) -> None:
+        """Launch a problem's kernels as ``dispatch`` does."""
+        self.label = f"m={p.m} n={p.n} k={p.k} r={p.rank} S={p.slices} {p.layout} {p.compute} {str(p.dtype)[6:]}"
+        plan = make_plan(p)
+        x = torch.empty(p.m, p.k, dtype=p.dtype)
+        widths = [p.n // p.slices] * p.slices
+        widths[0] += p.n - sum(widths)
+        a = [torch.empty(slots, p.rank, p.k, dtype=p.dtype) for _ in widths]
+        b = [torch.empty(slots, w, p.rank, dtype=p.dtype) for w in widths]
+        b_bias = [torch.empty(slots, w, dtype=p.dtype) for w in widths] if bias else []
+        ranks = torch.empty(slots, dtype=torch.int32) if rank else None
+        scaling = torch.empty(len(widths), slots) if rank else None
+        vec = torch.empty(groups, dtype=torch.int32)
+        g = Groups(torch.empty(p.m, dtype=torch.int32), vec, vec, vec, torch.tensor([False]))
+        blocks = (-(-p.n // 128), -(-p.k // 128))
+        scale = torch.empty({"tensor": (1,), "channel": (p.n, 1), "block": blocks}[p.layout])
+        mode = -1 if p.compute == "w8a16" else q.GROUP if p.layout == "block" else q.TOKEN
+        h, codes, x_scale = shrink_planes(x, a, ranks, scaling, g, plan.shrink, quantize=mode)
+        weight = torch.empty(p.n, p.k, dtype=FP8)
+        base_bias = torch.empty(p.n, dtype=p.dtype) if bias else None
+        adapters = dict(h=h, b=b, b_bias=b_bias, rank=ranks, scaling=scaling, groups=g)
+        linear(codes, x_scale, weight, scale, base_bias, p.layout, p.dtype, plan.gemm, **adapters)
+        linear(codes, x_scale, weight, scale, base_bias, p.layout, p.dtype, plan.gemm)
+        expand_add(torch.empty(p.m, p.n, dtype=p.dtype), h, b, b_bias, ranks, scaling, g, plan.expand)
+        shrink(x, a, ranks, scaling, g, plan.shrink)
+
+    def report(self) -> list[dict]:
+        rows = []
+        with tempfile.TemporaryDirectory() as folder:
+            for i, (label, kernel) in enumerate(self.kernels.values()):
+                path = Path(folder) / f"{i}.cubin"
+                path.write_bytes(kernel.asm["cubin"])
+                usage = subprocess.run([tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True).stdout
+                sass = kernel.asm.get("sass") or ""
+                if "linear_kernel" in label and self.arch == 90:
+                    sass = subprocess.run([tool("cuobjdump"), "-sass", path], capture_output=True, text=True).stdout
+                rows.append(
+                    {
+                        "kernel": label,
+                        "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
+                        "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),
+                        "shared": kernel.metadata.shared,
+                        "qgmma": sass.count("QGMMA"),
+                        "hgmma": sass.count("HGMMA"),
+                        "hmma": sass.count("HMMA"),
+                    }
+                )
+        return rows
+
+
+def problems(capability: tuple[int, int]) -> list[Problem]:
+    """Every bucket the plan tells apart, and shapes that are no multiples of anything."""
+    full = [
+        Problem(m, 6144, 4096, 64, 3, layout, compute, torch.bfloat16, capability)
+        for m, layout, compute in itertools.product(
+            (1, 32, 64, 256, 2048), ("channel", "block"), ("w8a8", "w8a16")
+        )
+    ]
+    odd = [
+        Problem(7, 200, 130, 9, 2, "block", "w8a8", torch.bfloat16, capability),
+        Problem(300, 200, 130, 9, 1, "tensor", "w8a16", torch.float16, capability),
+        Problem(16, 256, 256, 512, 1, "tensor", "w8a8", torch.float16, capability),
+        Problem(2048, 4096, 4096, 512, 2, "channel", "w8a8", torch.bfloat16, capability),
+        Problem(33, 1024, 1024, 320, 8, "channel", "w8a8", torch.bfloat16, capability),
+        Problem(16, 256, 256, 16, 1, "channel", "w8a8", torch.float32, capability),
+        Problem(100, 256, 256, 16, 1, "block", "w8a16", torch.float32, capability),
+    ]
+    return full + odd
+
+
+def main(arch: int) -> None:
+    gate = Gate(arch)
+    for p in problems(gate.capability):
+        gate.problem(p)
+    gate.problem(Problem(16, 4096, 4096, 16, 1, capability=gate.capability), slots=64, groups=65, bias=False, rank=False)
+    print(json.dumps(gate.report()))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

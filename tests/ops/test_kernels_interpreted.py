@@ -1,0 +1,139 @@
+"""The kernels in Triton's interpreter against fp64 and against the contract's bitwise promises."""
+
+import pytest
+import torch
+
+from tests.cases import make_case, oracle, sqnr
+from tests.ops.interpreter import repaired  # noqa: F401
+from torch_epilora.ops import reference
+from torch_epilora.ops.plan import Expand, Gemm, Shrink
+
+pytestmark = [
+    pytest.mark.usefixtures("repaired"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU suite runs the same kernels for real"),
+]
+
+GEMM = Gemm(16, 64, 128, 16, 4, 1)
+
+
+def fused(case, *, split: int = 1, gemm: Gemm = GEMM):
+    from torch_epilora.ops.triton import quantize as q
+    from torch_epilora.ops.triton.linear import linear
+    from torch_epilora.ops.triton.shrink import shrink_planes
+
+    mode = -1
+    if case.compute == "w8a8" and case.x_codes is None:
+        mode = q.STATIC if case.x_scale is not None else q.GROUP if case.layout == "block" else q.TOKEN
+    h, x, scale = shrink_planes(
+        case.x, case.a, case.rank, case.scaling, case.groups, Shrink(16, 16, 64, split, 4, 1), quantize=mode, x_scale=case.x_scale
+    )
+    if case.x_codes is not None:
+        x, scale = case.x_codes, case.x_scale
+    if case.compute == "w8a16":
+        scale = None
+    return linear(
+        x, scale, case.weight, case.weight_scale, case.bias, case.layout, case.x.dtype, gemm,
+        h=h, b=case.b, b_bias=case.b_bias, rank=case.rank, scaling=case.scaling, groups=case.groups,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("compute", ["w8a8", "w8a16"])
+def test_fused_layouts(layout: str, compute: str) -> None:
+    case = make_case(7, 256, [64, 16, 16], 9, 3, layout=layout, compute=compute, b_bias=True)
+    assert sqnr(fused(case), oracle(case)) > 48
+
+
+@pytest.mark.parametrize("split", [2, 4])
+def test_fused_split_k(split: int) -> None:
+    case = make_case(20, 512, [128], 24, 4)
+    assert sqnr(fused(case, split=split), oracle(case)) > 48
+
+
+@pytest.mark.parametrize(("m", "k", "widths", "r"), [(1, 15, [32], 7), (17, 342, [128], 5), (3, 130, [100, 60, 40], 9)])
+@pytest.mark.parametrize("layout", ["channel", "block"])
+def test_fused_odd_shapes(m: int, k: int, widths: list[int], r: int, layout: str) -> None:
+    case = make_case(m, k, widths, r, 2, layout=layout)
+    assert sqnr(fused(case), oracle(case)) > 48
+
+
+@pytest.mark.parametrize("codes", ["given", "static"])
+def test_fused_uses_the_codes_handed_in(codes: str) -> None:
+    case = make_case(5, 128, [48], 8, 2, codes=codes)
+    assert sqnr(fused(case), oracle(case)) > 48
+
+
+def test_fused_padding_rows_are_bare_base() -> None:
+    case = make_case(12, 128, [48], 8, 3, padding=5)
+    assert sqnr(fused(case), oracle(case)) > 48
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_fused_dtypes(dtype: torch.dtype) -> None:
+    case = make_case(5, 128, [48], 8, 2, dtype=dtype)
+    assert sqnr(fused(case), oracle(case)) > (60 if dtype == torch.float16 else 90)
+
+
+def test_eight_slices() -> None:
+    case = make_case(6, 128, [16, 32, 16, 48, 16, 16, 5, 11], 8, 2)
+    assert sqnr(fused(case), oracle(case)) > 48
+
+
+def test_infinity_in_one_adapter_stays_there() -> None:
+    case = make_case(8, 128, [48], 8, 2, popularity="distinct", poison=False, mixed_ranks=False)
+    clean = fused(case)
+    case.b[0][1] = float("inf")
+    got = fused(case)
+    assert torch.equal(got[::2], clean[::2])
+    assert not torch.isfinite(got[1::2]).all()
+
+
+def test_rows_without_adapter_are_bitwise_the_base() -> None:
+    from torch_epilora.ops.triton.linear import linear
+    from torch_epilora.ops.triton.quantize import TOKEN, quantize
+
+    case = make_case(9, 256, [64, 32], 8, 2)
+    case.b[0].fill_(1e4)
+    x, scale = quantize(case.x, TOKEN)
+    base = linear(x, scale, case.weight, case.weight_scale, case.bias, case.layout, case.x.dtype, GEMM)
+    bare = [i for i, slot in enumerate(case.row_slots) if slot < 0]
+    assert bare and torch.equal(fused(case)[bare], base[bare])
+
+
+def test_expand_after_shrink() -> None:
+    from torch_epilora.ops.triton.expand import expand_add
+    from torch_epilora.ops.triton.shrink import shrink, shrink_planes
+
+    case = make_case(11, 256, [48, 20], 12, 3, b_bias=True)
+    for split in (1, 4):
+        config = Shrink(16, 16, 64, split, 4, 1)
+        want = reference.shrink(case.x, case.a, case.rank, case.scaling, *case.groups[:4])
+        got = shrink(case.x, case.a, case.rank, case.scaling, case.groups, config)
+        assert sqnr(got, want) > 45
+        planes, _, _ = shrink_planes(case.x, case.a, case.rank, case.scaling, case.groups, config)
+        y = torch.randn(11, 68).to(torch.bfloat16)
+        expected = y.clone()
+        reference.expand_add_(expected, want, case.b, case.b_bias, case.rank, case.scaling, *case.groups[:4])
+        before = y.clone()
+        expand_add(y, planes, case.b, case.b_bias, case.rank, case.scaling, case.groups, Expand(16, 32, 16, 4))
+        assert sqnr(y, expected) > 45
+        bare = [i for i, slot in enumerate(case.row_slots) if slot < 0]
+        assert torch.equal(y[bare], before[bare])
+
+
+@pytest.mark.parametrize("mode", ["token", "group", "static"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_quantizer_bits_equal_the_reference(mode: str, dtype: torch.dtype) -> None:
+    from torch_epilora.ops.triton import quantize as q
+
+    x = (torch.randn(6, 300) * torch.tensor([0.0, 1e-7, 1e-3, 1.0, 50.0, 1e4])[:, None]).to(dtype)
+    if mode == "static":
+        scale = torch.tensor([0.37])
+        assert torch.equal(
+            q.quantize(x, q.STATIC, scale)[0].view(torch.uint8), reference.quantize_fp8_static(x, scale).view(torch.uint8)
+        )
+        return
+    codes, scale = q.quantize(x, q.TOKEN if mode == "token" else q.GROUP)
+    want, want_scale = getattr(reference, f"quantize_fp8_{mode}")(x)
+    assert torch.equal(scale, want_scale)
+    assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))

@@ -1,0 +1,341 @@
+"""Argument checks shared by the kernels of every device and by the fakes: one place says what a valid call is."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""Side of a weight-scale block and length of an activation group, in elements."""
+
+MAX_SLICES = 16
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+LAYOUTS = ("tensor", "channel", "block")
+COMPUTES = ("w8a8", "w8a16")
+
+
+class Groups(NamedTuple):
+    """Which rows use which adapter slot: tokens sorted by slot, then one entry a group (all int32, on the data's device).
+
+    Attributes
+    ----------
+    sorted_tokens : Tensor
+        [M] row numbers, grouped by slot. Positions past ``counts.sum()`` may be stale: those rows are bare base.
+    ids : Tensor
+        [G] slot of each group; -1 (or anything outside the slots) is the bare base.
+    counts : Tensor
+        [G] rows of each group; 0 for an unused entry.
+    starts : Tensor
+        [G] or more; first position of each group in ``sorted_tokens``.
+    no_adapter : Tensor
+        CPU bool [1]; True when no row has an adapter. Read on the host, so it costs no synchronization.
+    """
+
+    sorted_tokens: Tensor
+    ids: Tensor
+    counts: Tensor
+    starts: Tensor
+    no_adapter: Tensor
+
+
+def _fail(name: str, expected: str, got: object, advice: str = "") -> ValueError:
+    return ValueError(f"{name}: expected {expected}, got {got}." + (f" {advice}" if advice else ""))
+
+
+def _dtype(name: str, t: Tensor, allowed: tuple[torch.dtype, ...], advice: str = "") -> None:
+    if t.dtype not in allowed:
+        names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+        got = str(t.dtype).removeprefix("torch.")
+        raise TypeError(f"{name}: expected dtype {names}, got {got}." + (f" {advice}" if advice else ""))
+
+
+def _device(name: str, t: Tensor, like: Tensor) -> None:
+    if t.device != like.device:
+        raise _fail(name, f"a tensor on {like.device}, where x is", f"one on {t.device}", "Move it there first.")
+
+
+def _inner_contiguous(name: str, t: Tensor) -> None:
+    if t.numel() and t.shape[-1] > 1 and t.stride(-1) != 1:
+        raise _fail(name, "a contiguous last dimension", f"strides {tuple(t.stride())}", "Call .contiguous() on it.")
+
+
+def check_matrix(name: str, t: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Raise unless ``t`` is a matrix [M, K] of an allowed dtype with K contiguous."""
+    if t.dim() != 2:
+        raise _fail(name, "a matrix [M, K]", f"shape {tuple(t.shape)}", "Flatten the leading dimensions.")
+    _dtype(name, t, dtypes)
+    _inner_contiguous(name, t)
+
+
+def scale_layout(weight_shape: tuple[int, ...] | torch.Size, scale: Tensor) -> str:
+    """Name the layout of an FP8 weight scale by its shape.
+
+    Parameters
+    ----------
+    weight_shape : sequence of int
+        (N, K) of the codes.
+    scale : Tensor
+        fp32; one element is "tensor", [N] or [N, 1] is "channel", [ceil(N/128), ceil(K/128)] is "block".
+
+    Returns
+    -------
+    str
+        "tensor", "channel" or "block".
+
+    Raises
+    ------
+    ValueError
+        If the shape is none of these.
+    """
+    n, k = weight_shape
+    if scale.numel() == 1:
+        return "tensor"
+    shape = tuple(scale.shape)
+    if shape in ((n,), (n, 1)):
+        return "channel"
+    blocks = (-(-n // BLOCK), -(-k // BLOCK))
+    if shape == blocks:
+        return "block"
+    raise _fail(
+        "weight_scale",
+        f"one element, [{n}] or [{n}, 1] (per channel) or {list(blocks)} (128x128 blocks) for a weight [{n}, {k}]",
+        f"shape {list(shape)}",
+    )
+
+
+def check_weight(weight: Tensor, weight_scale: Tensor, x: Tensor) -> str:
+    """Raise unless the codes and their scale fit each other and x; return the scale layout."""
+    if weight.dim() != 2:
+        raise _fail("weight", "codes [N, K]", f"shape {tuple(weight.shape)}")
+    _dtype("weight", weight, (torch.float8_e4m3fn,), "Quantize it with quantize_fp8_weight.")
+    if weight.shape[1] != x.shape[1]:
+        raise _fail("weight", f"[N, {x.shape[1]}] to match x [M, {x.shape[1]}]", f"shape {tuple(weight.shape)}")
+    _inner_contiguous("weight", weight)
+    _dtype("weight_scale", weight_scale, (torch.float32,))
+    _device("weight", weight, x)
+    _device("weight_scale", weight_scale, x)
+    if not weight_scale.is_contiguous():
+        raise _fail("weight_scale", "a contiguous tensor", f"strides {tuple(weight_scale.stride())}")
+    return scale_layout(weight.shape, weight_scale)
+
+
+def check_codes(x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, layout: str, compute: str) -> None:
+    """Raise unless the handed-in activation codes and scale are a usable pair (or a static scale alone)."""
+    if compute not in COMPUTES:
+        raise _fail("compute", f"one of {COMPUTES}", repr(compute))
+    if x_codes is None and x_scale is None:
+        return
+    if compute == "w8a16":
+        raise ValueError("x_codes and x_scale: expected None with compute='w8a16', which reads x itself, got a tensor.")
+    if x_scale is None:
+        raise ValueError("x_scale: expected the scale of x_codes, got None. Codes without their scale have no value.")
+    _dtype("x_scale", x_scale, (torch.float32,))
+    _device("x_scale", x_scale, x)
+    if not x_scale.is_contiguous():
+        raise _fail("x_scale", "a contiguous tensor", f"strides {tuple(x_scale.stride())}")
+    m, k = x.shape
+    if x_codes is None:
+        if x_scale.numel() != 1:
+            raise _fail("x_scale", "one element (a static scale) when x_codes is None", f"shape {tuple(x_scale.shape)}")
+        if layout == "block":
+            raise ValueError("x_scale: a static scale was given with a block-scaled weight, which quantizes per group.")
+        return
+    check_matrix("x_codes", x_codes, (torch.float8_e4m3fn,))
+    _device("x_codes", x_codes, x)
+    if x_codes.shape != x.shape:
+        raise _fail("x_codes", f"shape {tuple(x.shape)}, that of x", tuple(x_codes.shape))
+    expected = (m, -(-k // BLOCK)) if layout == "block" else (m, 1)
+    if tuple(x_scale.shape) != expected and not (layout != "block" and tuple(x_scale.shape) == (m,)):
+        raise _fail("x_scale", f"shape {expected} for x {tuple(x.shape)} and a {layout} weight", tuple(x_scale.shape))
+
+
+def check_groups(x: Tensor, sorted_tokens: Tensor, ids: Tensor, counts: Tensor, starts: Tensor) -> None:
+    """Raise unless the batch metadata has the shapes of :class:`Groups` for x's rows."""
+    for name, t in (("sorted_tokens", sorted_tokens), ("ids", ids), ("counts", counts), ("starts", starts)):
+        _dtype(name, t, (torch.int32,))
+        if t.dim() != 1 or not t.is_contiguous():
+            raise _fail(name, "a contiguous vector", f"shape {tuple(t.shape)}, strides {tuple(t.stride())}")
+        _device(name, t, x)
+    if sorted_tokens.shape[0] < x.shape[0]:
+        raise _fail("sorted_tokens", f"an entry for each of x's {x.shape[0]} rows", f"{sorted_tokens.shape[0]} entries")
+    if counts.shape[0] != ids.shape[0]:
+        raise _fail("counts", f"{ids.shape[0]} entries, as ids has", f"{counts.shape[0]} entries")
+    if starts.shape[0] < ids.shape[0]:
+        raise _fail("starts", f"at least {ids.shape[0]} entries, as ids has", f"{starts.shape[0]} entries")
+
+
+def check_a(x: Tensor, a: list[Tensor]) -> tuple[int, int]:
+    """Raise unless every A is [slots, rank, K] alike and fits x; return (slots, rank)."""
+    if not 1 <= len(a) <= MAX_SLICES:
+        raise _fail("a", f"1 to {MAX_SLICES} tensors, one a slice", f"{len(a)}")
+    first = a[0]
+    for i, t in enumerate(a):
+        name = f"a[{i}]"
+        if t.dim() != 3:
+            raise _fail(name, f"[slots, rank, {x.shape[1]}]", f"shape {tuple(t.shape)}")
+        _dtype(name, t, (x.dtype,), "Adapters are stored in x's dtype.")
+        _device(name, t, x)
+        if t.shape[2] != x.shape[1]:
+            raise _fail(name, f"[slots, rank, {x.shape[1]}] to match x", f"shape {tuple(t.shape)}")
+        if t.shape != first.shape or t.stride() != first.stride():
+            raise _fail(name, f"the shape and strides of a[0], {tuple(first.shape)}", f"shape {tuple(t.shape)}")
+        _inner_contiguous(name, t)
+    if first.shape[0] < 1 or first.shape[1] < 1:
+        raise _fail("a[0]", "at least one slot and rank 1", f"shape {tuple(first.shape)}")
+    return first.shape[0], first.shape[1]
+
+
+def check_b(x: Tensor, b: list[Tensor], b_bias: list[Tensor], slices: int, slots: int, rank: int, n: int) -> None:
+    """Raise unless every B is [slots, N_i, rank], the widths sum to n, and b_bias is empty or [slots, N_i] each."""
+    if len(b) != slices:
+        raise _fail("b", f"{slices} tensors, one a slice as in a", f"{len(b)}")
+    if len(b_bias) not in (0, slices):
+        raise _fail("b_bias", f"no tensors or {slices}, one a slice", f"{len(b_bias)}")
+    total = 0
+    for i, t in enumerate(b):
+        name = f"b[{i}]"
+        if t.dim() != 3:
+            raise _fail(name, f"[{slots}, width, {rank}]", f"shape {tuple(t.shape)}")
+        _dtype(name, t, (x.dtype,), "Adapters are stored in x's dtype.")
+        _device(name, t, x)
+        if t.shape[0] != slots or t.shape[2] != rank or t.shape[1] < 1:
+            raise _fail(name, f"[{slots}, width, {rank}] to match a", f"shape {tuple(t.shape)}")
+        _inner_contiguous(name, t)
+        if t.stride(1) != b[0].stride(1):
+            raise _fail(name, f"row stride {b[0].stride(1)}, that of b[0]", f"{t.stride(1)}", "Call .contiguous().")
+        total += t.shape[1]
+    if total != n:
+        raise _fail("b", f"slice widths that sum to the output width {n}", f"{[t.shape[1] for t in b]}")
+    for i, t in enumerate(b_bias):
+        name = f"b_bias[{i}]"
+        _dtype(name, t, (x.dtype,))
+        _device(name, t, x)
+        if tuple(t.shape) != (slots, b[i].shape[1]) or not t.is_contiguous():
+            raise _fail(name, f"a contiguous [{slots}, {b[i].shape[1]}]", f"shape {tuple(t.shape)}")
+
+
+def check_per_slot(name: str, t: Tensor | None, dtype: torch.dtype, slices: int, slots: int, x: Tensor) -> None:
+    """Raise unless ``t`` is None, [slots] or [slices, slots] of ``dtype`` on x's device."""
+    if t is None:
+        return
+    _dtype(name, t, (dtype,))
+    _device(name, t, x)
+    if tuple(t.shape) not in ((slots,), (slices, slots)) or not t.is_contiguous():
+        raise _fail(name, f"a contiguous [{slots}] or [{slices}, {slots}]", f"shape {tuple(t.shape)}")
+
+
+def check_lora_linear(
+    x: Tensor,
+    x_codes: Tensor | None,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    a: list[Tensor],
+    b: list[Tensor],
+    b_bias: list[Tensor],
+    rank: Tensor | None,
+    scaling: Tensor | None,
+    sorted_tokens: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    no_adapter: Tensor,
+    compute: str,
+) -> str:
+    """Raise unless the arguments of ``lora_linear`` fit together; return the weight's scale layout."""
+    check_matrix("x", x)
+    layout = check_weight(weight, weight_scale, x)
+    check_codes(x, x_codes, x_scale, layout, compute)
+    n = weight.shape[0]
+    if bias is not None:
+        _dtype("bias", bias, (x.dtype,))
+        _device("bias", bias, x)
+        if tuple(bias.shape) != (n,) or not bias.is_contiguous():
+            raise _fail("bias", f"a contiguous [{n}]", f"shape {tuple(bias.shape)}")
+    _dtype("no_adapter", no_adapter, (torch.bool,))
+    if no_adapter.device.type not in ("cpu", "meta") or no_adapter.numel() != 1:
+        raise _fail("no_adapter", "one bool on the CPU, read on the host", f"{no_adapter.numel()} on {no_adapter.device}")
+    if a or b:
+        slots, r = check_a(x, a)
+        check_b(x, b, b_bias, len(a), slots, r, n)
+        check_per_slot("rank", rank, torch.int32, len(a), slots, x)
+        check_per_slot("scaling", scaling, torch.float32, len(a), slots, x)
+    elif b_bias:
+        raise _fail("b_bias", "no tensors when a and b are empty", f"{len(b_bias)}")
+    check_groups(x, sorted_tokens, ids, counts, starts)
+    return layout
+
+
+def check_static(x: Tensor, scale: Tensor) -> None:
+    """Raise unless x is a matrix and ``scale`` one fp32 element on its device."""
+    check_matrix("x", x)
+    _dtype("scale", scale, (torch.float32,))
+    _device("scale", scale, x)
+    if scale.numel() != 1:
+        raise _fail("scale", "one element", f"shape {tuple(scale.shape)}")
+
+
+def check_quantizable_weight(weight: Tensor, layout: str) -> tuple[int, int]:
+    """Raise unless ``weight`` is a non-empty float matrix and ``layout`` a known one; return (N, K)."""
+    check_matrix("weight", weight)
+    if layout not in LAYOUTS:
+        raise _fail("layout", f"one of {LAYOUTS}", repr(layout))
+    if weight.shape[0] < 1 or weight.shape[1] < 1:
+        raise _fail("weight", "at least one row and one column", f"shape {tuple(weight.shape)}")
+    return weight.shape[0], weight.shape[1]
+
+
+def check_slots(slots: Tensor, num_slots: int) -> None:
+    """Raise unless ``slots`` is an int32 vector and ``num_slots`` is positive."""
+    _dtype("slots", slots, (torch.int32,))
+    if slots.dim() != 1:
+        raise _fail("slots", "a vector, one entry a sequence or a token", f"shape {tuple(slots.shape)}")
+    if num_slots < 1:
+        raise _fail("num_slots", "at least 1", num_slots)
+
+
+def check_shrink(
+    x: Tensor,
+    a: list[Tensor],
+    rank: Tensor | None,
+    scaling: Tensor | None,
+    sorted_tokens: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+) -> int:
+    """Raise unless the arguments of ``shrink`` fit together; return R, the slots' rank."""
+    check_matrix("x", x)
+    slots, r = check_a(x, a)
+    check_per_slot("rank", rank, torch.int32, len(a), slots, x)
+    check_per_slot("scaling", scaling, torch.float32, len(a), slots, x)
+    check_groups(x, sorted_tokens, ids, counts, starts)
+    return r
+
+
+def check_expand(
+    y: Tensor,
+    h: Tensor,
+    b: list[Tensor],
+    b_bias: list[Tensor],
+    rank: Tensor | None,
+    scaling: Tensor | None,
+    sorted_tokens: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+) -> None:
+    """Raise unless the arguments of ``expand_add_`` fit together."""
+    check_matrix("y", y)
+    if h.dim() != 3 or h.shape[0] != y.shape[0] or not h.is_contiguous():
+        raise _fail("h", f"a contiguous [{y.shape[0]}, slices, rank] from shrink", f"shape {tuple(h.shape)}")
+    _dtype("h", h, (y.dtype,))
+    _device("h", h, y)
+    if not 1 <= len(b) <= MAX_SLICES or b[0].dim() != 3:
+        raise _fail("b", f"1 to {MAX_SLICES} tensors [slots, width, rank], one a slice", f"{len(b)}")
+    slots = b[0].shape[0]
+    check_b(y, b, b_bias, h.shape[1], slots, h.shape[2], y.shape[1])
+    check_per_slot("rank", rank, torch.int32, len(b), slots, y)
+    check_per_slot("scaling", scaling, torch.float32, len(b), slots, y)
+    check_groups(y, sorted_tokens, ids, counts, starts)

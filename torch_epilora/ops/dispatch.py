@@ -1,0 +1,263 @@
+"""Which kernel serves which device: the plain-torch reference on the CPU, Triton and the vendor's GEMM on CUDA.
+
+The path of ``lora_linear`` is chosen here, in host code that ``torch.compile`` does not trace, by the token count at hand.
+The decode path (a shrink with the GEMM as its programmatic dependent) will stand beside ``_fused`` and ``_hybrid``.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_epilora.ops import checks, reference
+from torch_epilora.ops.checks import Groups
+from torch_epilora.ops.plan import Plan, Problem, hybrid_refusal, make_plan, unsupported
+from torch_epilora.ops.schemas import LINEAR_OPS, SCHEMAS, library
+
+for _name in SCHEMAS:
+    library.impl(_name, reference.lora_linear if _name in LINEAR_OPS else getattr(reference, _name), "CPU")
+
+
+class _Call(NamedTuple):
+    """The arguments of ``lora_linear`` after their check."""
+
+    x: Tensor
+    x_codes: Tensor | None
+    x_scale: Tensor | None
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    a: list[Tensor]
+    b: list[Tensor]
+    b_bias: list[Tensor]
+    rank: Tensor | None
+    scaling: Tensor | None
+    groups: Groups
+    compute: str
+    layout: str
+
+    @property
+    def lora(self) -> bool:
+        return bool(self.a) and not self.groups.no_adapter.item()
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _problem(call: _Call) -> Problem:
+    (m, k), n = call.x.shape, call.weight.shape[0]
+    rank, slices = (call.a[0].shape[1], len(call.a)) if call.a else (0, 1)
+    return Problem(m, n, k, rank, slices, call.layout, call.compute, call.x.dtype, _capability(call.x.device))
+
+
+def _checked(
+    x: Tensor,
+    x_codes: Tensor | None,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    a: list[Tensor],
+    b: list[Tensor],
+    b_bias: list[Tensor],
+    rank: Tensor | None,
+    scaling: Tensor | None,
+    sorted_tokens: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    no_adapter: Tensor,
+    compute: str = "w8a8",
+) -> _Call:
+    layout = checks.check_lora_linear(
+        x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts,
+        no_adapter, compute,
+    )  # fmt: skip
+    groups = Groups(sorted_tokens, ids, counts, starts, no_adapter)
+    return _Call(x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, groups, compute, layout)
+
+
+def plan_of(*arguments) -> Plan:
+    """The plan that ``lora_linear`` follows for these arguments of its, on their GPU: for tests and benchmarks."""
+    return make_plan(_problem(_checked(*arguments)))
+
+
+def _quantizer(call: _Call) -> int:
+    """The quantizer's mode for this call, -1 when nothing is to be quantized."""
+    from torch_epilora.ops.triton import quantize as q
+
+    if call.compute == "w8a16" or call.x_codes is not None:
+        return -1
+    if call.x_scale is not None:
+        return q.STATIC
+    return q.GROUP if call.layout == "block" else q.TOKEN
+
+
+def _quantized(call: _Call) -> tuple[Tensor, Tensor | None]:
+    """The operand of the GEMM and its scale, without an adapter kernel to share the launch with."""
+    from torch_epilora.ops.triton import quantize as q
+
+    mode = _quantizer(call)
+    if mode >= 0:
+        return q.quantize(call.x, mode, call.x_scale)
+    return (call.x, None) if call.compute == "w8a16" else (call.x_codes, call.x_scale)  # type: ignore[return-value]
+
+
+def _base(call: _Call, plan: Plan) -> Tensor:
+    from torch_epilora.ops.triton.linear import linear
+
+    x, scale = _quantized(call)
+    return linear(x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm)
+
+
+def _fused(call: _Call, plan: Plan) -> Tensor:
+    """K1 quantizes and shrinks, K2 multiplies and adds the up-projections in its epilogue (EpiLoRA section 3.1)."""
+    from torch_epilora.ops.triton.linear import linear
+    from torch_epilora.ops.triton.shrink import shrink_planes
+
+    if not call.lora:
+        return _base(call, plan)
+    h, x, scale = shrink_planes(
+        call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, quantize=_quantizer(call), x_scale=call.x_scale
+    )
+    if call.compute == "w8a16":
+        scale = None
+    elif call.x_codes is not None:
+        x = call.x_codes
+    return linear(
+        x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm,
+        h=h, b=call.b, b_bias=call.b_bias, rank=call.rank, scaling=call.scaling, groups=call.groups,
+    )  # fmt: skip
+
+
+def _hybrid(call: _Call, plan: Plan) -> Tensor:
+    """The vendor's GEMM, then the expand into its output. The output is rounded twice: by the GEMM and by the addition."""
+    from torch_epilora.ops.triton.expand import expand_add
+    from torch_epilora.ops.triton.shrink import shrink_planes
+
+    if call.lora:
+        h, x, scale = shrink_planes(
+            call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, quantize=_quantizer(call), x_scale=call.x_scale
+        )
+        if call.x_codes is not None:
+            x = call.x_codes
+    else:
+        x, scale = _quantized(call)
+    m, n = x.shape[0], call.weight.shape[0]
+    y = torch._scaled_mm(
+        x.contiguous(), call.weight.t(),
+        scale.reshape(-1, 1).expand(m, 1).contiguous(),  # type: ignore[union-attr]
+        call.weight_scale.reshape(1, -1).expand(1, n).contiguous(),
+        bias=call.bias, out_dtype=call.x.dtype, use_fast_accum=True,
+    )  # fmt: skip
+    if call.lora:
+        expand_add(y, h, call.b, call.b_bias, call.rank, call.scaling, call.groups, plan.expand)
+    return y
+
+
+def _reference(call: _Call, plan: Plan) -> Tensor:
+    groups = call.groups
+    return reference.lora_linear(*call[:11], *groups, call.compute)
+
+
+_PATHS = {"fused": _fused, "hybrid": _hybrid, "reference": _reference}
+
+
+def _linear(name: str | None):
+    """The CUDA kernel of one operator: ``name`` forces a path, None lets the plan choose."""
+
+    def kernel(*arguments) -> Tensor:
+        call = _checked(*arguments)
+        problem = _problem(call)
+        plan = make_plan(problem)
+        if call.x.numel() == 0:
+            return _reference(call, plan)
+        if name is not None:
+            refused = hybrid_refusal(problem) if name == "hybrid" else unsupported(problem.capability)
+            if refused:
+                raise ValueError(f"lora_linear_{name}: this call cannot take the {name} path: {refused}. Use lora_linear.")
+        return _PATHS[name or plan.path](call, plan)
+
+    return kernel
+
+
+for _name in LINEAR_OPS:
+    library.impl(_name, _linear(_name.removeprefix("lora_linear").removeprefix("_") or None), "CUDA")
+
+
+def _cuda_quantize(mode_name: str):
+    def kernel(x: Tensor) -> tuple[Tensor, Tensor]:
+        checks.check_matrix("x", x)
+        if unsupported(_capability(x.device)):
+            return getattr(reference, f"quantize_fp8_{mode_name}")(x)
+        from torch_epilora.ops.triton import quantize as q
+
+        return q.quantize(x, q.TOKEN if mode_name == "token" else q.GROUP)
+
+    return kernel
+
+
+def _cuda_quantize_static(x: Tensor, scale: Tensor) -> Tensor:
+    checks.check_static(x, scale)
+    if unsupported(_capability(x.device)):
+        return reference.quantize_fp8_static(x, scale)
+    from torch_epilora.ops.triton import quantize as q
+
+    return q.quantize(x, q.STATIC, scale)[0]
+
+
+def _cuda_shrink(
+    x: Tensor,
+    a: list[Tensor],
+    rank: Tensor | None,
+    scaling: Tensor | None,
+    sorted_tokens: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+) -> Tensor:
+    r = checks.check_shrink(x, a, rank, scaling, sorted_tokens, ids, counts, starts)
+    capability = _capability(x.device)
+    if unsupported(capability) or x.numel() == 0:
+        return reference.shrink(x, a, rank, scaling, sorted_tokens, ids, counts, starts)
+    from torch_epilora.ops.triton.shrink import shrink
+
+    plan = make_plan(Problem(x.shape[0], 0, x.shape[1], r, len(a), dtype=x.dtype, capability=capability))
+    groups = Groups(sorted_tokens, ids, counts, starts, sorted_tokens)
+    return shrink(x, a, rank, scaling, groups, plan.shrink)
+
+
+def _cuda_expand(
+    y: Tensor,
+    h: Tensor,
+    b: list[Tensor],
+    b_bias: list[Tensor],
+    rank: Tensor | None,
+    scaling: Tensor | None,
+    sorted_tokens: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+) -> None:
+    checks.check_expand(y, h, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts)
+    capability = _capability(y.device)
+    if unsupported(capability) or y.numel() == 0:
+        return reference.expand_add_(y, h, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts)
+    from torch_epilora.ops.triton.expand import expand_add
+
+    plan = make_plan(Problem(y.shape[0], y.shape[1], 0, h.shape[2], len(b), dtype=y.dtype, capability=capability))
+    groups = Groups(sorted_tokens, ids, counts, starts, sorted_tokens)
+    expand_add(y, h[None], b, b_bias, rank, scaling, groups, plan.expand)
+
+
+library.impl("quantize_fp8_token", _cuda_quantize("token"), "CUDA")
+library.impl("quantize_fp8_group", _cuda_quantize("group"), "CUDA")
+library.impl("quantize_fp8_static", _cuda_quantize_static, "CUDA")
+library.impl("shrink", _cuda_shrink, "CUDA")
+library.impl("expand_add_", _cuda_expand, "CUDA")
+# the rest is plain torch on every device: weights are quantized once, and row groups are made once a batch
+for _name in ("quantize_fp8_tensor", "quantize_fp8_weight", "adapter_groups"):
+    library.impl(_name, getattr(reference, _name), "CUDA")

@@ -1,0 +1,252 @@
+"""Launch plans: which path a projection takes, with which tiles, and one predicate that says what an architecture admits.
+
+A plan is a pure function of a :class:`Problem`, so the same batch gets the same kernels and the same bits, run to run.
+"""
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import torch
+
+from torch_epilora.ops.checks import BLOCK
+
+SHARED_BYTES = {(8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10}
+"""Shared memory one block may use, by compute capability (CUDA C++ programming guide, technical specifications)."""
+
+HYBRID_MIN_TOKENS = 128
+"""Tokens from which the vendor's GEMM with separate adapter kernels beats the fused kernel (benchmarks/NOTES.md)."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan depends on: the projection, the batch size bucket and the GPU.
+
+    Attributes
+    ----------
+    m, n, k : int
+        Tokens, outputs, inputs.
+    rank : int
+        Rank the slots hold; 0 for a call without adapters.
+    slices : int
+        Output slices.
+    layout : str
+        Weight-scale layout, "tensor", "channel" or "block".
+    compute : str
+        "w8a8" or "w8a16".
+    dtype : torch.dtype
+        Of the activations.
+    capability : tuple of int
+        Compute capability of the GPU.
+    """
+
+    m: int
+    n: int
+    k: int
+    rank: int = 0
+    slices: int = 1
+    layout: str = "channel"
+    compute: str = "w8a8"
+    dtype: torch.dtype = torch.bfloat16
+    capability: tuple[int, int] = (9, 0)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """Tiles of K2: tokens, outputs and inputs a block, and ranks added at once in the epilogue."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    block_r: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Tiles of K1: tokens, ranks and inputs a block; ``split_k`` blocks share one sum over K."""
+
+    block_m: int
+    block_r: int
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Expand:
+    """Tiles of the expand: tokens and outputs a block, ranks at once."""
+
+    block_m: int
+    block_n: int
+    block_r: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A path, its tiles, and the reason it was chosen."""
+
+    path: str
+    reason: str
+    gemm: Gemm
+    shrink: Shrink
+    expand: Expand
+
+
+def _size(dtype: torch.dtype) -> int:
+    return torch.empty((), dtype=dtype).element_size()
+
+
+def shared_bytes(config: Gemm | Shrink | Expand, problem: Problem) -> int:
+    """Estimate of a kernel's shared memory in bytes: its pipelined operand tiles, or the epilogue's if those are larger."""
+    x = 1 if problem.compute == "w8a8" else _size(problem.dtype)
+    full = _size(problem.dtype)
+    if isinstance(config, Gemm):
+        widened = 0 if problem.compute == "w8a8" else config.block_n * config.block_k * full
+        stage = config.block_n * config.block_k + config.block_m * config.block_k * x
+        epilogue = (config.block_n + config.block_m) * config.block_r * full
+        return max(stage * config.num_stages + widened, epilogue, config.block_n * config.block_m * full)
+    if isinstance(config, Shrink):
+        return (config.block_m + config.block_r) * config.block_k * full * config.num_stages
+    return max((config.block_m + config.block_n) * config.block_r * full, config.block_m * config.block_n * 4)
+
+
+def refusal(config: Gemm | Shrink | Expand, problem: Problem) -> str | None:
+    """Say why a configuration cannot run a problem, or None if it can. The only validity predicate of the library.
+
+    Parameters
+    ----------
+    config : Gemm, Shrink or Expand
+        Tiles of one kernel.
+    problem : Problem
+        The projection and the GPU.
+
+    Returns
+    -------
+    str or None
+        The reason, for people.
+    """
+    limit = SHARED_BYTES.get(problem.capability)
+    if limit is None:
+        return unsupported(problem.capability)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name.startswith("block") and (value < 16 or value & (value - 1)):
+            return f"{field.name}={value} is not a power of two of at least 16"
+    if isinstance(config, Gemm) and problem.layout == "block" and config.block_k != BLOCK:
+        return f"block_k={config.block_k} must be {BLOCK} under 128x128 scales"
+    if isinstance(config, Gemm | Expand) and config.block_r > 128:
+        return f"block_r={config.block_r} is more than 128 ranks at once, which spills registers"
+    used = shared_bytes(config, problem)
+    if used > limit:
+        return f"needs {used} bytes of shared memory, and a block has {limit}"
+    return None
+
+
+def unsupported(capability: tuple[int, int]) -> str | None:
+    """Say why a GPU cannot run the Triton kernels at all, or None if it can."""
+    if capability < (8, 9):
+        return f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores; 8.9 or later has"
+    return None if capability in SHARED_BYTES else f"compute capability {capability} is not one the kernels are built for"
+
+
+def hybrid_refusal(problem: Problem) -> str | None:
+    """Say why ``torch._scaled_mm`` cannot serve a problem, or None if it can."""
+    if problem.compute != "w8a8":
+        return "the vendor's FP8 GEMM multiplies codes by codes, not w8a16"
+    if problem.layout == "block":
+        return "the vendor's GEMM is used for per-tensor and per-channel scales only"
+    if problem.dtype != torch.bfloat16:
+        return "the vendor's row-wise GEMM writes bf16 only"
+    if problem.n % 16 or problem.k % 16:
+        return f"the vendor's GEMM needs widths that are multiples of 16, not {problem.k} and {problem.n}"
+    return unsupported(problem.capability)
+
+
+def _rank_block(p: Problem, most: int) -> int:
+    return min(max(16, 1 << (p.rank - 1).bit_length() if p.rank else 16), most)
+
+
+def _gemm(p: Problem) -> Gemm:
+    roomy = SHARED_BYTES.get(p.capability, 0) > 128 << 10
+    wide_x, blocks = p.compute == "w8a16", p.layout == "block"
+    if p.dtype == torch.float32:  # exact multiplications on the scalar units: correct, never fast
+        return Gemm(16, 64, BLOCK if blocks else 64, 16, 4, 2)
+    if p.k % 16:  # rows that are not 16-byte aligned load byte by byte, without the asynchronous copies
+        return Gemm(16 if p.m <= 16 else 32, 64, BLOCK if blocks else 64, 16, 4, 2)
+    block_m = next((size for size in (16, 32, 64) if p.m <= size), 128)
+    block_r = _rank_block(p, 64 if block_m == 16 else 32)
+    if block_m < 64:
+        deep = p.k >= 1024 and roomy and not wide_x and not blocks
+        stages = (5 if roomy else 4) if not wide_x else (4 if roomy else 3)
+        return Gemm(block_m, 64, 256 if deep else BLOCK, block_r, 4, stages)
+    if wide_x:
+        return Gemm(64 if blocks else block_m, block_m, BLOCK if blocks else 64, block_r, 4 if block_m == 64 else 8, 3 if roomy else 2)
+    if block_m == 64:
+        return Gemm(64, 64, BLOCK, block_r, 4, 4)
+    if blocks:  # the scaled sum of each 128-block is an accumulator of its own: half the tile, or it spills
+        return Gemm(64, 128, BLOCK, block_r, 8, 4)
+    return Gemm(128, 128, BLOCK, block_r, 8, 4 if roomy else 2)
+
+
+def _split(p: Problem, most: int) -> int:
+    """K-splits of the shrink: a power of two, at least 256 inputs each."""
+    return min(most, 1 << (max(1, p.k // 256).bit_length() - 1))
+
+
+def _shrink(p: Problem) -> Shrink:
+    if p.dtype == torch.float32 or p.k % 16:
+        return Shrink(16, _rank_block(p, 32), 64, 1, 4, 2)
+    if p.m <= 64:
+        return Shrink(16, _rank_block(p, 32), BLOCK, _split(p, 8 if p.m <= 16 else 4), 4, 3)
+    if p.m <= 512:
+        # planes are cheap for the expand but cost the fused kernel's large tiles registers
+        return Shrink(32, _rank_block(p, 64), BLOCK, _split(p, 4) if hybrid_refusal(p) is None else 1, 4, 3)
+    return Shrink(64, _rank_block(p, 64), 64, 1, 4, 4)
+
+
+def _expand(p: Problem) -> Expand:
+    if p.dtype == torch.float32:
+        return Expand(16, 64, 32, 4)
+    if p.m <= 64 or p.rank % 8:
+        return Expand(16, 128, _rank_block(p, 64), 4)
+    return Expand(64, 128, _rank_block(p, 64), 8)
+
+
+@lru_cache(maxsize=4096)
+def _plan(problem: Problem) -> Plan:
+    tiles = _gemm(problem), _shrink(problem), _expand(problem)
+    missing = unsupported(problem.capability)
+    if missing:
+        return Plan("reference", missing, *tiles)
+    refused = hybrid_refusal(problem)
+    if problem.m > HYBRID_MIN_TOKENS and refused is None:
+        reason = f"more than {HYBRID_MIN_TOKENS} tokens: the vendor's GEMM is faster, and the adapter kernels follow it"
+        return Plan("hybrid", reason, *tiles)
+    reason = refused if problem.m > HYBRID_MIN_TOKENS and refused else f"at most {HYBRID_MIN_TOKENS} tokens"
+    return Plan("fused", reason, *tiles)
+
+
+def make_plan(problem: Problem) -> Plan:
+    """Choose the path and the tiles of a problem.
+
+    Token counts share a plan within a bucket (a power of two), so that a plan is looked up, not made, at each call.
+    On the CPU there is nothing to plan: every operator is its plain-torch reference.
+
+    Parameters
+    ----------
+    problem : Problem
+        ``problem.m`` may be any token count.
+
+    Returns
+    -------
+    Plan
+        With ``path`` "fused", "hybrid" or "reference" and the reason in words.
+    """
+    if problem.m > 16:
+        problem = Problem(
+            1 << (problem.m - 1).bit_length(), *(getattr(problem, f.name) for f in fields(problem)[1:])
+        )
+    return _plan(problem)

@@ -1,0 +1,77 @@
+"""Device functions the kernels share: which rows a tile has, which slice a column belongs to, an adapter's rank."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+
+
+def on_device(t: torch.Tensor) -> AbstractContextManager:
+    """Launch on the tensor's own GPU, whichever is current; nothing to do for Triton's interpreter on the CPU."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+
+
+@triton.jit
+def row_tile(tile, ids_ptr, counts_ptr, num_groups, num_slots, GROUPS: tl.constexpr, BM: tl.constexpr):
+    """Find the group that the tile-th tile of BM rows falls into and the tile's first row inside it; group -1 is past the end.
+
+    Tiles never span two groups and cover only groups with an adapter. Each program scans the counts itself, so no work
+    list is written to memory and a CUDA graph's fixed grid follows whatever the counts say at replay.
+    """
+    g = tl.arange(0, GROUPS)
+    ids = tl.load(ids_ptr + g, mask=g < num_groups, other=-1)
+    counts = tl.load(counts_ptr + g, mask=g < num_groups, other=0)
+    tiles = tl.where((ids >= 0) & (ids < num_slots), (counts + BM - 1) // BM, 0)
+    ends = tl.cumsum(tiles, 0)
+    group = tl.sum((ends <= tile).to(tl.int32), 0)
+    first = tl.sum(tl.where(g == group, ends - tiles, 0), 0)
+    return tl.where(tile < tl.sum(tiles, 0), group, -1), (tile - first) * BM
+
+
+@triton.jit
+def pick(values, index):
+    """values[index] for a tuple of pointers or integers and a run-time index."""
+    picked = values[0]
+    for i in tl.static_range(1, len(values)):
+        if index == i:
+            picked = values[i]
+    return picked
+
+
+@triton.jit
+def column_tile(tile, widths, BN: tl.constexpr):
+    """(slice, its first column in the concatenated output, the tile's first column in the slice, the slice's width)."""
+    index = 0
+    start = 0
+    inner = tile * BN
+    width = widths[0]
+    passed = 0
+    base = 0
+    for i in tl.static_range(0, len(widths) - 1):
+        passed += (widths[i] + BN - 1) // BN
+        base += widths[i]
+        if tile >= passed:
+            index = i + 1
+            start = base
+            inner = (tile - passed) * BN
+            width = widths[i + 1]
+    return index, start, inner, width
+
+
+@triton.jit
+def slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK: tl.constexpr):
+    """Columns of the slot's A and B that are real: rank[slice, slot], at most R; all of them without a rank vector."""
+    rank = R
+    if HAS_RANK:
+        rank = tl.minimum(tl.load(rank_ptr + slice_index * rank_stride + slot), R)
+    return rank
+
+
+@triton.jit
+def slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING: tl.constexpr):
+    """The slot's scaling for this slice, 1 without a scaling vector."""
+    scaling = 1.0
+    if HAS_SCALING:
+        scaling = tl.load(scaling_ptr + slice_index * scaling_stride + slot)
+    return scaling

@@ -1,0 +1,185 @@
+"""K2 (EpiLoRA section 3.1, Figure 10): the low-precision GEMM over rows sorted by adapter, every up-projection in its epilogue.
+
+The weights are the first operand and the tokens the second, so a decode batch fills Hopper's FP8 MMA from 16 tokens on.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_epilora.ops.checks import BLOCK, Groups
+from torch_epilora.ops.plan import Gemm
+from torch_epilora.ops.triton.common import column_tile, on_device, pick, slot_rank, slot_scaling
+from torch_epilora.ops.triton.expand import load_h
+from torch_epilora.ops.triton.shrink import stride_or_zero
+
+LAYOUTS = {"tensor": 0, "channel": 1, "block": 2}
+_SIDE = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def main_loop(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, rows, valid, n, n_valid, K, stride_wn, stride_xm, stride_sm, w_blocks,
+    LAYOUT: tl.constexpr, W8A8: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """acc[n, m] = sum_k w[n, k] x[m, k], with both scales of each 128-block applied where the layout has blocks."""
+    k = tl.arange(0, BK)
+    w_ptrs = w_ptr + n[:, None].to(tl.int64) * stride_wn + k[None, :]
+    x_ptrs = x_ptr + rows[None, :] * stride_xm + k[:, None]
+    acc = tl.zeros([BN, BM], tl.float32)
+    for k0 in tl.range(0, K, BK, num_stages=STAGES):
+        if EVEN_K:
+            w = tl.load(w_ptrs + k0, mask=n_valid[:, None], other=0.0)
+            x = tl.load(x_ptrs + k0, mask=valid[None, :], other=0.0)
+        else:
+            w = tl.load(w_ptrs + k0, mask=n_valid[:, None] & (k0 + k < K)[None, :], other=0.0)
+            x = tl.load(x_ptrs + k0, mask=valid[None, :] & (k0 + k < K)[:, None], other=0.0)
+        if not W8A8:
+            w = w.to(x_ptr.dtype.element_ty)
+        if LAYOUT == 2:
+            block = k0 // _SIDE
+            scale = tl.load(w_scale_ptr + (n // _SIDE) * w_blocks + block, mask=n_valid, other=0.0)[:, None]
+            if W8A8:
+                scale = scale * tl.load(x_scale_ptr + rows * stride_sm + block, mask=valid, other=0.0)[None, :]
+            acc += tl.dot(w, x, input_precision="ieee") * scale
+        else:
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, h_ptr, b_ptrs, b_bias_ptrs, rank_ptr, scaling_ptr,
+    sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
+    M, K, R, num_groups, num_slots, m_tiles, n_tiles, stride_wn, stride_xm, stride_sm, plane_stride, stride_bls, stride_bn,
+    rank_stride, scaling_stride, w_blocks, widths,
+    GROUPS: tl.constexpr, LAYOUT: tl.constexpr, W8A8: tl.constexpr, LORA: tl.constexpr, HAS_RANK: tl.constexpr,
+    HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    PLANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    SWIZZLE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of BN outputs of one slice by BM rows in adapter order."""
+    pid = tl.program_id(0)
+    # neighbours share weights: SWIZZLE row tiles walk the columns together, so that a wave reads few tiles of each
+    band = pid // (SWIZZLE * n_tiles)
+    band_rows = tl.minimum(m_tiles - band * SWIZZLE, SWIZZLE)
+    m_tile = band * SWIZZLE + (pid % (SWIZZLE * n_tiles)) % band_rows
+    slice_index, base, inner, width = column_tile((pid % (SWIZZLE * n_tiles)) // band_rows, widths, BN)
+    within = inner + tl.arange(0, BN)
+    n_valid = within < width
+    n = base + within
+    position = m_tile * BM + tl.arange(0, BM)
+    rows = position
+    if LORA:
+        g = tl.arange(0, GROUPS)
+        ids = tl.load(ids_ptr + g, mask=g < num_groups, other=-1)
+        counts = tl.load(counts_ptr + g, mask=g < num_groups, other=0)
+        starts = tl.load(starts_ptr + g, mask=g < num_groups, other=0)
+        # past the last counted row the list may be stale; those rows are padding and stand where they are
+        listed = position < tl.minimum(tl.sum(counts, 0), M)
+        rows = tl.where(listed, tl.load(sorted_ptr + position, mask=listed, other=0), position)
+    valid = (rows >= 0) & (rows < M) & (position < M)
+    rows = rows.to(tl.int64)
+    acc = main_loop(
+        x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, rows, valid, n, n_valid, K, stride_wn, stride_xm, stride_sm, w_blocks,
+        LAYOUT, W8A8, EVEN_K, BM, BN, BK, STAGES,
+    )  # fmt: skip
+    if LAYOUT != 2:
+        if W8A8:
+            acc *= tl.load(x_scale_ptr + rows * stride_sm, mask=valid, other=0.0)[None, :]
+        if LAYOUT == 1:
+            acc *= tl.load(w_scale_ptr + n, mask=n_valid, other=0.0)[:, None]
+        else:
+            acc *= tl.load(w_scale_ptr)
+    if LORA:
+        here = (ids >= 0) & (ids < num_slots) & (counts > 0)
+        here = here & (starts < (m_tile + 1) * BM) & (starts + counts > m_tile * BM)
+        first = tl.min(tl.where(here, g, GROUPS), 0)
+        last = tl.max(tl.where(here, g, -1), 0)
+        for group in tl.range(first, last + 1, num_stages=1):
+            slot = tl.load(ids_ptr + group)
+            start = tl.load(starts_ptr + group)
+            stop = start + tl.load(counts_ptr + group)
+            rank = 0
+            if (slot >= 0) & (slot < num_slots):
+                rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
+            if rank > 0:
+                member = valid & (position >= start) & (position < stop)
+                scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
+                b_ptr = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
+                total = acc
+                for r0 in tl.range(0, rank, BR, num_stages=1):
+                    # as in the expand: loads stop at R, a select drops what lies beyond the rank
+                    r = r0 + tl.arange(0, BR)
+                    b = tl.load(
+                        b_ptr + within[:, None].to(tl.int64) * stride_bn + r[None, :],
+                        mask=n_valid[:, None] & (r < R)[None, :], other=0.0,
+                    )  # fmt: skip
+                    h = load_h(
+                        h_ptr, (rows[None, :] * len(widths) + slice_index) * R + r[:, None],
+                        member[None, :] & (r < R)[:, None], plane_stride, scaling, PLANES, y_ptr.dtype.element_ty,
+                    )  # fmt: skip
+                    if HAS_RANK:
+                        b = tl.where((r < rank)[None, :], b, 0.0)
+                        h = tl.where((r < rank)[:, None], h, 0.0)
+                    total = tl.dot(b, h, total, input_precision="ieee")
+                if HAS_LORA_BIAS:
+                    b_bias_ptr = pick(b_bias_ptrs, slice_index) + slot.to(tl.int64) * width
+                    total += (scaling * tl.load(b_bias_ptr + within, mask=n_valid, other=0.0).to(tl.float32))[:, None]
+                # a select, not a sum: an infinity in one tenant's B cannot reach another tenant's rows as 0 * inf
+                acc = tl.where(member[None, :], total, acc)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n_valid, other=0.0).to(tl.float32)[:, None]
+    stride_ym = 0
+    for i in tl.static_range(len(widths)):
+        stride_ym += widths[i]
+    y_ptrs = y_ptr + rows[None, :] * stride_ym + n[:, None]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=valid[None, :] & n_valid[:, None])
+
+
+def linear(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    layout: str,
+    out_dtype: torch.dtype,
+    config: Gemm,
+    *,
+    h: Tensor | None = None,
+    b: list[Tensor] | None = None,
+    b_bias: list[Tensor] | None = None,
+    rank: Tensor | None = None,
+    scaling: Tensor | None = None,
+    groups: Groups | None = None,
+) -> Tensor:
+    """Launch K2 over x's codes (with ``x_scale``) or x itself (W8A16); without ``h`` it is the base projection alone."""
+    m, k = x.shape
+    n = weight.shape[0]
+    y = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    b, b_bias = b or [], b_bias or []
+    lora = h is not None
+    widths = tuple(t.shape[1] for t in b) if lora else (n,)
+    n_tiles, m_tiles = sum(triton.cdiv(w, config.block_n) for w in widths), triton.cdiv(m, config.block_m)
+    r = h.shape[3] if h is not None else 1
+    stride_sm = 0 if x_scale is None or x_scale.numel() == 1 else x_scale.stride(0)
+    with on_device(x):
+        linear_kernel[(m_tiles * n_tiles,)](
+            x, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
+            y if h is None else h, tuple(b) or (y,), tuple(b_bias) or (y,), y if rank is None else rank,
+            y if scaling is None else scaling, *(groups[:4] if groups is not None else (y, y, y, y)),
+            m, k, r, groups.ids.shape[0] if groups is not None else 0, b[0].shape[0] if b else 0, m_tiles, n_tiles,
+            weight.stride(0), x.stride(0), stride_sm, h.stride(0) if h is not None else 0, tuple(t.stride(0) for t in b) or (0,),
+            b[0].stride(1) if b else 0, stride_or_zero(rank), stride_or_zero(scaling), triton.cdiv(k, BLOCK), widths,
+            GROUPS=triton.next_power_of_2(groups.ids.shape[0]) if groups is not None else 1,
+            LAYOUT=LAYOUTS[layout], W8A8=x_scale is not None, LORA=lora, HAS_RANK=rank is not None,
+            HAS_SCALING=scaling is not None, HAS_LORA_BIAS=bool(b_bias), HAS_BIAS=bias is not None,
+            EVEN_K=k % config.block_k == 0, PLANES=h.shape[0] if h is not None else 1,
+            BM=config.block_m, BN=config.block_n, BK=config.block_k,
+            BR=min(max(triton.next_power_of_2(r), 16), config.block_r), SWIZZLE=8, STAGES=config.num_stages,
+            num_warps=config.num_warps,
+        )  # fmt: skip
+    return y

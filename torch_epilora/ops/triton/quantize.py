@@ -1,0 +1,82 @@
+"""FP8 quantizers: per token, per token and 128-group, and under a given scale. Bits equal those of vLLM's CUDA ops."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_epilora.ops.checks import BLOCK
+from torch_epilora.ops.reference import FP8_MAX, MIN_GROUP_AMAX, MIN_SCALE
+from torch_epilora.ops.triton.common import on_device
+
+TOKEN, GROUP, STATIC = 0, 1, 2
+_MAX = tl.constexpr(FP8_MAX)
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
+_MIN_AMAX = tl.constexpr(MIN_GROUP_AMAX)
+_SIDE = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def to_codes(x):
+    """e4m3 codes of fp32 values, clamped to the format's range."""
+    return tl.minimum(tl.maximum(x, -_MAX), _MAX).to(tl.float8e4nv)
+
+
+@triton.jit
+def quantize_row(x_ptr, codes_ptr, scale_ptr, K, MODE: tl.constexpr, BK: tl.constexpr):
+    """Quantize one row. The first pass finds the scale, the second reads the row again (from cache) and writes the codes."""
+    cols = tl.arange(0, BK)
+    if MODE == 0:
+        amax = tl.zeros([BK], tl.float32)
+        for k in range(0, K, BK):
+            x = tl.load(x_ptr + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
+            amax = tl.maximum(amax, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+        scale = tl.maximum(tl.div_rn(tl.max(amax, 0), _MAX), _MIN_SCALE)
+        tl.store(scale_ptr, scale)
+        for k in range(0, K, BK):
+            x = tl.load(x_ptr + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
+            tl.store(codes_ptr + k + cols, to_codes(tl.div_rn(x, scale)), mask=k + cols < K)
+    elif MODE == 1:
+        inner = tl.arange(0, _SIDE)
+        outer = tl.arange(0, BK // _SIDE)
+        for k in range(0, K, BK):
+            offs = k + outer[:, None] * _SIDE + inner[None, :]
+            x = tl.load(x_ptr + offs, mask=offs < K, other=0.0).to(tl.float32)
+            scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), _MIN_AMAX), _MAX)
+            group = k // _SIDE + outer
+            tl.store(scale_ptr + group, scale, mask=group * _SIDE < K)
+            tl.store(codes_ptr + offs, to_codes(tl.div_rn(x, scale[:, None])), mask=offs < K)
+    else:
+        inverse = tl.div_rn(1.0, tl.load(scale_ptr))
+        for k in range(0, K, BK):
+            x = tl.load(x_ptr + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
+            tl.store(codes_ptr + k + cols, to_codes(x * inverse), mask=k + cols < K)
+
+
+@triton.jit
+def quantize_kernel(x_ptr, codes_ptr, scale_ptr, K, stride_xm, stride_sm, MODE: tl.constexpr, BK: tl.constexpr):
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    quantize_row(x_ptr + row * stride_xm, codes_ptr + row * K, scale_ptr + row * stride_sm, K, MODE, BK)
+
+
+def row_block(k: int) -> int:
+    """Columns a program handles at once: a power of two, at least one 128-group."""
+    return min(max(triton.next_power_of_2(k), BLOCK), 4096)
+
+
+def quantize(x: Tensor, mode: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Launch the quantizer over x [M, K]; ``scale`` is read in STATIC mode and made otherwise."""
+    m, k = x.shape
+    codes = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
+    if scale is None:
+        scale = torch.empty((m, -(-k // BLOCK) if mode == GROUP else 1), dtype=torch.float32, device=x.device)
+    if m and k:
+        stride = 0 if mode == STATIC else scale.stride(0)
+        with on_device(x):
+            quantize_kernel[(m,)](
+                x, codes, scale, k, x.stride(0), stride, MODE=mode, BK=row_block(k), num_warps=4 if k <= 2048 else 8
+            )
+    elif m and mode == TOKEN:
+        scale.fill_(MIN_SCALE)
+    return codes, scale

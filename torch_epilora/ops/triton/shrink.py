@@ -1,0 +1,193 @@
+"""K1 (EpiLoRA section 3.1): the down-projection of every adapter group, with the activations quantized in the same launch."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_epilora.ops.checks import BLOCK, Groups
+from torch_epilora.ops.plan import Shrink
+from torch_epilora.ops.triton import quantize as q
+from torch_epilora.ops.triton.common import on_device, pick, row_tile, slot_rank, slot_scaling
+
+
+@triton.jit
+def shrink_kernel(
+    x_ptr, codes_ptr, x_scale_ptr, h_ptr, a_ptrs, rank_ptr, scaling_ptr, sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
+    M, K, R, num_groups, num_slots, row_tiles, rank_tiles, quantize_rows,
+    stride_xm, stride_sm, stride_al, stride_ar, rank_stride, scaling_stride,
+    GROUPS: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, QUANTIZE: tl.constexpr, BQ: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Programs below ``quantize_rows`` quantize one row each; the others make one [BM, BR] tile of one K-split of h.
+
+    h is [M, slices, R] in x's dtype, scaled, when SPLIT is 1, else fp32 planes [SPLIT, M, slices, R] that the consumer
+    adds in order. Only rows of groups with an adapter are written, columns past the rank as zeros.
+    """
+    pid = tl.program_id(0)
+    if QUANTIZE >= 0:
+        if pid < quantize_rows:
+            row = pid.to(tl.int64)
+            q.quantize_row(
+                x_ptr + row * stride_xm, codes_ptr + row * K, x_scale_ptr + row * stride_sm, K, QUANTIZE, BQ
+            )
+            return
+    pid -= quantize_rows
+    split = pid % SPLIT
+    pid = pid // SPLIT
+    r0 = (pid % rank_tiles) * BR
+    pid = pid // rank_tiles
+    slice_index = pid % len(a_ptrs)
+    group, first = row_tile(pid // len(a_ptrs), ids_ptr, counts_ptr, num_groups, num_slots, GROUPS, BM)
+    if group < 0:
+        return
+    slot = tl.load(ids_ptr + group)
+    count = tl.load(counts_ptr + group)
+    start = tl.load(starts_ptr + group)
+    within = first + tl.arange(0, BM)
+    position = start + within
+    rows = tl.load(sorted_ptr + position, mask=(within < count) & (position < M), other=-1)
+    valid = (rows >= 0) & (rows < M)
+    rows = rows.to(tl.int64)
+    rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
+    r = r0 + tl.arange(0, BR)
+    a_ptr = pick(a_ptrs, slice_index) + slot.to(tl.int64) * stride_al
+    k = tl.arange(0, BK)
+    span = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
+    begin = split * span
+    end = tl.minimum(begin + span, K)
+    if r0 >= rank:  # nothing but zeros here: skip the reads of x
+        end = begin
+    acc = tl.zeros([BM, BR], tl.float32)
+    for k0 in tl.range(begin, end, BK, num_stages=STAGES):
+        x = tl.load(
+            x_ptr + rows[:, None] * stride_xm + (k0 + k)[None, :], mask=valid[:, None] & ((k0 + k) < K)[None, :], other=0.0
+        )
+        a = tl.load(
+            a_ptr + r[None, :].to(tl.int64) * stride_ar + (k0 + k)[:, None],
+            mask=(r < rank)[None, :] & ((k0 + k) < K)[:, None],
+            other=0.0,
+        )
+        acc = tl.dot(x, a, acc, input_precision="ieee")
+    offs = (rows[:, None] * len(a_ptrs) + slice_index) * R + r[None, :]
+    keep = valid[:, None] & (r < R)[None, :]
+    if SPLIT == 1:
+        acc *= slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
+        tl.store(h_ptr + offs, acc.to(h_ptr.dtype.element_ty), mask=keep)
+    else:
+        plane = split.to(tl.int64) * M * len(a_ptrs) * R
+        tl.store(h_ptr + plane + offs, acc, mask=keep)
+
+
+@triton.jit
+def sum_planes_kernel(
+    planes_ptr, h_ptr, scaling_ptr, sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
+    M, R, num_groups, num_slots, scaling_stride,
+    SLICES: tl.constexpr, GROUPS: tl.constexpr, HAS_SCALING: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """h = dtype(scaling * (plane 0 + plane 1 + ...)) for the rows of groups with an adapter."""
+    group, first = row_tile(tl.program_id(0), ids_ptr, counts_ptr, num_groups, num_slots, GROUPS, BM)
+    if group < 0:
+        return
+    slice_index = tl.program_id(1)
+    slot = tl.load(ids_ptr + group)
+    within = first + tl.arange(0, BM)
+    position = tl.load(starts_ptr + group) + within
+    rows = tl.load(sorted_ptr + position, mask=(within < tl.load(counts_ptr + group)) & (position < M), other=-1)
+    valid = (rows >= 0) & (rows < M)
+    scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
+    for r0 in range(0, R, BR):
+        r = r0 + tl.arange(0, BR)
+        offs = (rows.to(tl.int64)[:, None] * SLICES + slice_index) * R + r[None, :]
+        keep = valid[:, None] & (r < R)[None, :]
+        total = tl.zeros([BM, BR], tl.float32)
+        for s in tl.static_range(SPLIT):
+            total += tl.load(planes_ptr + tl.cast(s, tl.int64) * M * SLICES * R + offs, mask=keep, other=0.0)
+        tl.store(h_ptr + offs, (total * scaling).to(h_ptr.dtype.element_ty), mask=keep)
+
+
+def row_tiles(m: int, groups: int, block_m: int) -> int:
+    """Upper bound on the row tiles of any batch of m rows in at most ``groups`` groups: what a frozen grid must launch."""
+    return triton.cdiv(m, block_m) + min(groups, m)
+
+
+def stride_or_zero(t: Tensor | None) -> int:
+    """Elements between slices of a per-slot vector: 0 when one vector serves all slices."""
+    return t.stride(0) if t is not None and t.dim() == 2 else 0
+
+
+def shrink_planes(
+    x: Tensor,
+    a: list[Tensor],
+    rank: Tensor | None,
+    scaling: Tensor | None,
+    groups: Groups,
+    config: Shrink,
+    *,
+    quantize: int = -1,
+    x_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Launch K1.
+
+    Parameters
+    ----------
+    quantize : int
+        A mode of the quantizer, to make x's codes in the same launch; -1 for the shrink alone.
+    x_scale : Tensor, optional
+        The static scale, for the STATIC mode.
+    out : Tensor, optional
+        Where h goes when ``config.split_k`` is 1.
+
+    Returns
+    -------
+    tuple of Tensor
+        h (x's dtype [1, M, slices, R], or fp32 planes [split_k, M, slices, R]), x's codes and their scale (x itself and
+        None without quantization).
+    """
+    m, k = x.shape
+    slots, r, _ = a[0].shape
+    split, dtype = config.split_k, (x.dtype if config.split_k == 1 else torch.float32)
+    h = out if out is not None else torch.empty((split, m, len(a), r), dtype=dtype, device=x.device)
+    codes = x
+    stride_sm = 0
+    if quantize >= 0:
+        codes = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
+        if quantize != q.STATIC:
+            x_scale = torch.empty((m, -(-k // BLOCK) if quantize == q.GROUP else 1), dtype=torch.float32, device=x.device)
+            stride_sm = x_scale.stride(0)
+    rank_tiles, tiles = triton.cdiv(r, config.block_r), row_tiles(m, groups.ids.shape[0], config.block_m)
+    quantize_rows = m if quantize >= 0 else 0
+    with on_device(x):
+        shrink_kernel[(quantize_rows + tiles * len(a) * rank_tiles * split,)](
+            x, codes, x if x_scale is None else x_scale, h, tuple(a), x if rank is None else rank,
+            x if scaling is None else scaling, *groups[:4],
+            m, k, r, groups.ids.shape[0], slots, tiles, rank_tiles, quantize_rows,
+            x.stride(0), stride_sm, a[0].stride(0), a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling),
+            GROUPS=triton.next_power_of_2(groups.ids.shape[0]), HAS_RANK=rank is not None,
+            HAS_SCALING=scaling is not None, QUANTIZE=quantize, BQ=q.row_block(k),
+            BM=config.block_m, BR=config.block_r, BK=config.block_k, SPLIT=split, STAGES=config.num_stages,
+            num_warps=config.num_warps,
+        )  # fmt: skip
+    return h, codes, x_scale
+
+
+def shrink(x: Tensor, a: list[Tensor], rank: Tensor | None, scaling: Tensor | None, groups: Groups, config: Shrink) -> Tensor:
+    """The public operator: h [M, slices, R], zero in rows without an adapter."""
+    m = x.shape[0]
+    slots, r, _ = a[0].shape
+    h = torch.zeros((m, len(a), r), dtype=x.dtype, device=x.device)
+    if config.split_k == 1:
+        shrink_planes(x, a, rank, scaling, groups, config, out=h)
+        return h
+    planes, _, _ = shrink_planes(x, a, rank, scaling, groups, config)
+    block_m = 16
+    with on_device(x):
+        sum_planes_kernel[(row_tiles(m, groups.ids.shape[0], block_m), len(a))](
+            planes, h, x if scaling is None else scaling, *groups[:4],
+            m, r, groups.ids.shape[0], slots, stride_or_zero(scaling),
+            SLICES=len(a), GROUPS=triton.next_power_of_2(groups.ids.shape[0]), HAS_SCALING=scaling is not None,
+            BM=block_m, BR=min(triton.next_power_of_2(r), 128), SPLIT=config.split_k,
+        )  # fmt: skip
+    return h
