@@ -76,10 +76,8 @@ def measure(k: int, widths: list[int], m: int, slots: int, options: argparse.Nam
     systems = {
         "bare": [partial(ours, "lora_linear", bare, w) for w in weights],
         "fused": [partial(ours, "lora_linear_fused", case, w) for w in weights],
+        "hybrid": [partial(ours, "lora_linear_hybrid", case, w) for w in weights],
     }
-    if options.compute == "w8a8" and options.layout != "block":
-        systems["hybrid"] = [partial(ours, "lora_linear_hybrid", case, w) for w in weights]
-        systems["hybrid_bare"] = [partial(ours, "lora_linear_hybrid", bare, w) for w in weights]
     systems |= vllm_systems(case, weights, slots)
     want = oracle(case)
     base = oracle(Case(**{**vars(case), "row_slots": [-1] * m}))

@@ -13,11 +13,7 @@ def main() -> None:
             for compute in ("w8a8", "w8a16"):
                 case = make_case(m, k, widths, r, slots, layout=layout, compute=compute, b_bias=True, device="cuda")
                 for path in ("lora_linear_fused", "lora_linear_hybrid"):
-                    try:
-                        worst = min(worst, sqnr(case.run(path), oracle(case)))
-                    except ValueError as refusal:
-                        if "cannot take" not in str(refusal):
-                            raise
+                    worst = min(worst, sqnr(case.run(path), oracle(case)))
         h = torch.ops.epilora.shrink(case.x, case.a, case.rank, case.scaling, *case.groups[:4])
         y = torch.zeros(m, sum(widths), dtype=case.x.dtype, device="cuda")
         torch.ops.epilora.expand_add_(y, h, case.b, [], case.rank, case.scaling, *case.groups[:4])

@@ -121,19 +121,19 @@ class Gate:
 def problems(capability: tuple[int, int]) -> list[Problem]:
     """Every bucket the plan tells apart, and shapes that are no multiples of anything."""
     full = [
-        Problem(m, 6144, 4096, 64, 3, layout, compute, torch.bfloat16, capability)
+        Problem(m, 6144, 4096, 64, 3, 5, layout, compute, torch.bfloat16, capability)
         for m, layout, compute in itertools.product(
             (1, 32, 64, 256, 2048), ("channel", "block"), ("w8a8", "w8a16")
         )
     ]
     odd = [
-        Problem(7, 200, 130, 9, 2, "block", "w8a8", torch.bfloat16, capability),
-        Problem(300, 200, 130, 9, 1, "tensor", "w8a16", torch.float16, capability),
-        Problem(16, 256, 256, 512, 1, "tensor", "w8a8", torch.float16, capability),
-        Problem(2048, 4096, 4096, 512, 2, "channel", "w8a8", torch.bfloat16, capability),
-        Problem(33, 1024, 1024, 320, 8, "channel", "w8a8", torch.bfloat16, capability),
-        Problem(16, 256, 256, 16, 1, "channel", "w8a8", torch.float32, capability),
-        Problem(100, 256, 256, 16, 1, "block", "w8a16", torch.float32, capability),
+        Problem(7, 200, 130, 9, 2, 5, "block", "w8a8", torch.bfloat16, capability),
+        Problem(300, 200, 130, 9, 1, 5, "tensor", "w8a16", torch.float16, capability),
+        Problem(16, 256, 256, 512, 1, 5, "tensor", "w8a8", torch.float16, capability),
+        Problem(2048, 4096, 4096, 512, 2, 5, "channel", "w8a8", torch.bfloat16, capability),
+        Problem(33, 1024, 1024, 320, 8, 5, "channel", "w8a8", torch.bfloat16, capability),
+        Problem(16, 256, 256, 16, 1, 5, "channel", "w8a8", torch.float32, capability),
+        Problem(100, 256, 256, 16, 1, 5, "block", "w8a16", torch.float32, capability),
     ]
     return full + odd
 

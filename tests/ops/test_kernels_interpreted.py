@@ -25,7 +25,7 @@ def fused(case, *, split: int = 1, gemm: Gemm = GEMM):
     if case.compute == "w8a8" and case.x_codes is None:
         mode = q.STATIC if case.x_scale is not None else q.GROUP if case.layout == "block" else q.TOKEN
     h, x, scale = shrink_planes(
-        case.x, case.a, case.rank, case.scaling, case.groups, Shrink(16, 16, 64, split, 4, 1), quantize=mode, x_scale=case.x_scale
+        case.x, case.a, case.rank, case.scaling, case.groups, Shrink(16, 16, 64, split, False, 4, 1), quantize=mode, x_scale=case.x_scale
     )
     if case.x_codes is not None:
         x, scale = case.x_codes, case.x_scale
@@ -105,8 +105,8 @@ def test_expand_after_shrink() -> None:
     from torch_epilora.ops.triton.shrink import shrink, shrink_planes
 
     case = make_case(11, 256, [48, 20], 12, 3, b_bias=True)
-    for split in (1, 4):
-        config = Shrink(16, 16, 64, split, 4, 1)
+    for split, run in ((1, 1), (2, 2), (4, 4)):
+        config = Shrink(16, 16, 64, split, split > 2, 4, 1)
         want = reference.shrink(case.x, case.a, case.rank, case.scaling, *case.groups[:4])
         got = shrink(case.x, case.a, case.rank, case.scaling, case.groups, config)
         assert sqnr(got, want) > 45
@@ -115,7 +115,7 @@ def test_expand_after_shrink() -> None:
         expected = y.clone()
         reference.expand_add_(expected, want, case.b, case.b_bias, case.rank, case.scaling, *case.groups[:4])
         before = y.clone()
-        expand_add(y, planes, case.b, case.b_bias, case.rank, case.scaling, case.groups, Expand(16, 32, 16, 4))
+        expand_add(y, planes, case.b, case.b_bias, case.rank, case.scaling, case.groups, Expand(16, 32, 16, run, 4, 1))
         assert sqnr(y, expected) > 45
         bare = [i for i, slot in enumerate(case.row_slots) if slot < 0]
         assert torch.equal(y[bare], before[bare])

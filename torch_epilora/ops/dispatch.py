@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_epilora.ops import checks, reference
 from torch_epilora.ops.checks import Groups
-from torch_epilora.ops.plan import Plan, Problem, hybrid_refusal, make_plan, unsupported
+from torch_epilora.ops.plan import Plan, Problem, make_plan, unsupported
 from torch_epilora.ops.schemas import LINEAR_OPS, SCHEMAS, library
 
 for _name in SCHEMAS:
@@ -50,7 +50,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def _problem(call: _Call) -> Problem:
     (m, k), n = call.x.shape, call.weight.shape[0]
     rank, slices = (call.a[0].shape[1], len(call.a)) if call.a else (0, 1)
-    return Problem(m, n, k, rank, slices, call.layout, call.compute, call.x.dtype, _capability(call.x.device))
+    groups = call.groups.ids.shape[0] if call.a else 1
+    return Problem(
+        m, n, k, rank, slices, groups, call.layout, call.compute, call.x.dtype, _capability(call.x.device)
+    )
 
 
 def _checked(
@@ -106,27 +109,38 @@ def _quantized(call: _Call) -> tuple[Tensor, Tensor | None]:
     return (call.x, None) if call.compute == "w8a16" else (call.x_codes, call.x_scale)  # type: ignore[return-value]
 
 
-def _base(call: _Call, plan: Plan) -> Tensor:
-    from torch_epilora.ops.triton.linear import linear
+def _gemm(call: _Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
+    """The bare base projection of codes (or of x itself) by the plan's GEMM."""
+    if plan.base == "own":
+        from torch_epilora.ops.triton.linear import linear
 
-    x, scale = _quantized(call)
-    return linear(x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm)
+        return linear(x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm)
+    m, n = x.shape[0], call.weight.shape[0]
+    return torch._scaled_mm(
+        x.contiguous(), call.weight.t(),
+        scale.reshape(-1, 1).expand(m, 1).contiguous(),  # type: ignore[union-attr]
+        call.weight_scale.reshape(1, -1).expand(1, n).contiguous(),
+        bias=call.bias, out_dtype=call.x.dtype, use_fast_accum=True,
+    )  # fmt: skip
+
+
+def _k1(call: _Call, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+    """h, and the GEMM's operand with its scale: made in the same launch, handed in, or x itself."""
+    from torch_epilora.ops.triton.shrink import shrink_planes
+
+    h, x, scale = shrink_planes(
+        call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, quantize=_quantizer(call), x_scale=call.x_scale
+    )
+    return h, x if call.x_codes is None else call.x_codes, scale
 
 
 def _fused(call: _Call, plan: Plan) -> Tensor:
     """K1 quantizes and shrinks, K2 multiplies and adds the up-projections in its epilogue (EpiLoRA section 3.1)."""
     from torch_epilora.ops.triton.linear import linear
-    from torch_epilora.ops.triton.shrink import shrink_planes
 
     if not call.lora:
-        return _base(call, plan)
-    h, x, scale = shrink_planes(
-        call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, quantize=_quantizer(call), x_scale=call.x_scale
-    )
-    if call.compute == "w8a16":
-        scale = None
-    elif call.x_codes is not None:
-        x = call.x_codes
+        return _gemm(call, plan, *_quantized(call))
+    h, x, scale = _k1(call, plan)
     return linear(
         x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm,
         h=h, b=call.b, b_bias=call.b_bias, rank=call.rank, scaling=call.scaling, groups=call.groups,
@@ -134,27 +148,14 @@ def _fused(call: _Call, plan: Plan) -> Tensor:
 
 
 def _hybrid(call: _Call, plan: Plan) -> Tensor:
-    """The vendor's GEMM, then the expand into its output. The output is rounded twice: by the GEMM and by the addition."""
+    """K1, a GEMM, then the expand into its output, which is so rounded twice: by the GEMM and by the addition."""
     from torch_epilora.ops.triton.expand import expand_add
-    from torch_epilora.ops.triton.shrink import shrink_planes
 
-    if call.lora:
-        h, x, scale = shrink_planes(
-            call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, quantize=_quantizer(call), x_scale=call.x_scale
-        )
-        if call.x_codes is not None:
-            x = call.x_codes
-    else:
-        x, scale = _quantized(call)
-    m, n = x.shape[0], call.weight.shape[0]
-    y = torch._scaled_mm(
-        x.contiguous(), call.weight.t(),
-        scale.reshape(-1, 1).expand(m, 1).contiguous(),  # type: ignore[union-attr]
-        call.weight_scale.reshape(1, -1).expand(1, n).contiguous(),
-        bias=call.bias, out_dtype=call.x.dtype, use_fast_accum=True,
-    )  # fmt: skip
-    if call.lora:
-        expand_add(y, h, call.b, call.b_bias, call.rank, call.scaling, call.groups, plan.expand)
+    if not call.lora:
+        return _gemm(call, plan, *_quantized(call))
+    h, x, scale = _k1(call, plan)
+    y = _gemm(call, plan, x, scale)
+    expand_add(y, h, call.b, call.b_bias, call.rank, call.scaling, call.groups, plan.expand)
     return y
 
 
@@ -175,10 +176,8 @@ def _linear(name: str | None):
         plan = make_plan(problem)
         if call.x.numel() == 0:
             return _reference(call, plan)
-        if name is not None:
-            refused = hybrid_refusal(problem) if name == "hybrid" else unsupported(problem.capability)
-            if refused:
-                raise ValueError(f"lora_linear_{name}: this call cannot take the {name} path: {refused}. Use lora_linear.")
+        if name is not None and plan.path == "reference":
+            raise ValueError(f"lora_linear_{name}: cannot run on this GPU: {plan.reason}. Use lora_linear.")
         return _PATHS[name or plan.path](call, plan)
 
     return kernel
@@ -225,7 +224,7 @@ def _cuda_shrink(
         return reference.shrink(x, a, rank, scaling, sorted_tokens, ids, counts, starts)
     from torch_epilora.ops.triton.shrink import shrink
 
-    plan = make_plan(Problem(x.shape[0], 0, x.shape[1], r, len(a), dtype=x.dtype, capability=capability))
+    plan = make_plan(Problem(x.shape[0], 0, x.shape[1], r, len(a), ids.shape[0], dtype=x.dtype, capability=capability))
     groups = Groups(sorted_tokens, ids, counts, starts, sorted_tokens)
     return shrink(x, a, rank, scaling, groups, plan.shrink)
 
@@ -248,7 +247,7 @@ def _cuda_expand(
         return reference.expand_add_(y, h, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts)
     from torch_epilora.ops.triton.expand import expand_add
 
-    plan = make_plan(Problem(y.shape[0], y.shape[1], 0, h.shape[2], len(b), dtype=y.dtype, capability=capability))
+    plan = make_plan(Problem(y.shape[0], y.shape[1], 0, h.shape[2], len(b), ids.shape[0], dtype=y.dtype, capability=capability))
     groups = Groups(sorted_tokens, ids, counts, starts, sorted_tokens)
     expand_add(y, h[None], b, b_bias, rank, scaling, groups, plan.expand)
 

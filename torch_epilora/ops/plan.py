@@ -13,8 +13,13 @@ from torch_epilora.ops.checks import BLOCK
 SHARED_BYTES = {(8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10}
 """Shared memory one block may use, by compute capability (CUDA C++ programming guide, technical specifications)."""
 
-HYBRID_MIN_TOKENS = 128
-"""Tokens from which the vendor's GEMM with separate adapter kernels beats the fused kernel (benchmarks/NOTES.md)."""
+MULTIPROCESSORS = 132
+"""Multiprocessors that plans fill: a Hopper GPU's. Another count changes how well a plan fits, never its result."""
+
+FUSED_MAX_TOKENS = 64
+FUSED_MAX_TOKENS_MANY = 32
+VENDOR_MIN_TOKENS = 64
+"""Where the paths and GEMMs change places on an H200: one adapter, several, and the bare base (benchmarks/NOTES.md)."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Problem:
         Rank the slots hold; 0 for a call without adapters.
     slices : int
         Output slices.
+    groups : int
+        Entries of the batch metadata: slots and the bare base.
     layout : str
         Weight-scale layout, "tensor", "channel" or "block".
     compute : str
@@ -44,6 +51,7 @@ class Problem:
     k: int
     rank: int = 0
     slices: int = 1
+    groups: int = 2
     layout: str = "channel"
     compute: str = "w8a8"
     dtype: torch.dtype = torch.bfloat16
@@ -64,32 +72,39 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Shrink:
-    """Tiles of K1: tokens, ranks and inputs a block; ``split_k`` blocks share one sum over K."""
+    """Tiles of K1: tokens, ranks and inputs a block; ``split_k`` blocks share one sum over K.
+
+    ``reduce`` has a kernel of its own add the splits; otherwise their consumer adds them as it reads.
+    """
 
     block_m: int
     block_r: int
     block_k: int
     split_k: int
+    reduce: bool
     num_warps: int
     num_stages: int
 
 
 @dataclass(frozen=True)
 class Expand:
-    """Tiles of the expand: tokens and outputs a block, ranks at once."""
+    """Tiles of the expand: tokens and outputs a block, ranks at once; a program walks ``run`` blocks of outputs."""
 
     block_m: int
     block_n: int
     block_r: int
+    run: int
     num_warps: int
+    num_stages: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A path, its tiles, and the reason it was chosen."""
+    """A path, the reason it was chosen, whose GEMM computes a bare base ("own" or "vendor"), and every kernel's tiles."""
 
     path: str
     reason: str
+    base: str
     gemm: Gemm
     shrink: Shrink
     expand: Expand
@@ -110,7 +125,8 @@ def shared_bytes(config: Gemm | Shrink | Expand, problem: Problem) -> int:
         return max(stage * config.num_stages + widened, epilogue, config.block_n * config.block_m * full)
     if isinstance(config, Shrink):
         return (config.block_m + config.block_r) * config.block_k * full * config.num_stages
-    return max((config.block_m + config.block_n) * config.block_r * full, config.block_m * config.block_n * 4)
+    tiles = (config.block_m + config.block_n * config.num_stages) * config.block_r * full
+    return max(tiles, config.block_m * config.block_n * 4)
 
 
 def refusal(config: Gemm | Shrink | Expand, problem: Problem) -> str | None:
@@ -152,16 +168,16 @@ def unsupported(capability: tuple[int, int]) -> str | None:
     return None if capability in SHARED_BYTES else f"compute capability {capability} is not one the kernels are built for"
 
 
-def hybrid_refusal(problem: Problem) -> str | None:
-    """Say why ``torch._scaled_mm`` cannot serve a problem, or None if it can."""
+def vendor_refusal(problem: Problem) -> str | None:
+    """Say why ``torch._scaled_mm`` cannot be the hybrid path's GEMM, or None if it can."""
     if problem.compute != "w8a8":
-        return "the vendor's FP8 GEMM multiplies codes by codes, not w8a16"
+        return "it multiplies codes by codes, not w8a16"
     if problem.layout == "block":
-        return "the vendor's GEMM is used for per-tensor and per-channel scales only"
+        return "it is used for per-tensor and per-channel scales only"
     if problem.dtype != torch.bfloat16:
-        return "the vendor's row-wise GEMM writes bf16 only"
+        return "its row-wise form writes bf16 only"
     if problem.n % 16 or problem.k % 16:
-        return f"the vendor's GEMM needs widths that are multiples of 16, not {problem.k} and {problem.n}"
+        return f"it needs widths that are multiples of 16, not {problem.k} and {problem.n}"
     return unsupported(problem.capability)
 
 
@@ -191,28 +207,37 @@ def _gemm(p: Problem) -> Gemm:
     return Gemm(128, 128, BLOCK, block_r, 8, 4 if roomy else 2)
 
 
-def _split(p: Problem, most: int) -> int:
-    """K-splits of the shrink: a power of two, at least 256 inputs each."""
-    return min(most, 1 << (max(1, p.k // 256).bit_length() - 1))
+def _rows_a_group(p: Problem) -> int:
+    return p.m // max(1, min(p.groups - 1, p.m))
+
+
+def _power_of_two(value: int, most: int) -> int:
+    """Largest power of two that is at most ``value`` and ``most``, and at least 1."""
+    return 1 << (max(1, min(value, most)).bit_length() - 1)
 
 
 def _shrink(p: Problem) -> Shrink:
     if p.dtype == torch.float32 or p.k % 16:
-        return Shrink(16, _rank_block(p, 32), 64, 1, 4, 2)
-    if p.m <= 64:
-        return Shrink(16, _rank_block(p, 32), BLOCK, _split(p, 8 if p.m <= 16 else 4), 4, 3)
-    if p.m <= 512:
-        # planes are cheap for the expand but cost the fused kernel's large tiles registers
-        return Shrink(32, _rank_block(p, 64), BLOCK, _split(p, 4) if hybrid_refusal(p) is None else 1, 4, 3)
-    return Shrink(64, _rank_block(p, 64), 64, 1, 4, 4)
+        return Shrink(16, _rank_block(p, 32), 64, 1, False, 4, 2)
+    rows = _rows_a_group(p)
+    block_m = 16 if p.m <= 64 or rows <= 16 else 32 if rows <= 32 else 64
+    block_r = _rank_block(p, 32 if p.m <= 64 else 64)
+    tiles = max(-(-p.m // block_m), min(p.groups - 1, p.m)) * p.slices * -(-max(p.rank, 1) // block_r)
+    # enough blocks for two a multiprocessor, each with at least 256 inputs to add
+    split = _power_of_two(2 * MULTIPROCESSORS // tiles, min(4 if 16 < p.m <= 64 else 8, p.k // 256))
+    if block_m == 64:
+        return Shrink(64, block_r, 64, split, True, 4, 4)
+    return Shrink(block_m, block_r, BLOCK, split, p.m > 64, 4, 3)
 
 
 def _expand(p: Problem) -> Expand:
     if p.dtype == torch.float32:
-        return Expand(16, 64, 32, 4)
-    if p.m <= 64 or p.rank % 8:
-        return Expand(16, 128, _rank_block(p, 64), 4)
-    return Expand(64, 128, _rank_block(p, 64), 8)
+        return Expand(16, 64, 32, 1, 4, 1)
+    rows = _rows_a_group(p)
+    block_m = 16 if rows <= 16 or p.rank % 8 else 32 if rows <= 32 else 64
+    tiles = max(-(-p.m // block_m), min(p.groups - 1, p.m)) * -(-p.n // 128)
+    run = _power_of_two(tiles // (6 * MULTIPROCESSORS), 8)
+    return Expand(block_m, 128, _rank_block(p, 64), run, 8 if block_m == 64 else 4, 2)
 
 
 @lru_cache(maxsize=4096)
@@ -220,13 +245,13 @@ def _plan(problem: Problem) -> Plan:
     tiles = _gemm(problem), _shrink(problem), _expand(problem)
     missing = unsupported(problem.capability)
     if missing:
-        return Plan("reference", missing, *tiles)
-    refused = hybrid_refusal(problem)
-    if problem.m > HYBRID_MIN_TOKENS and refused is None:
-        reason = f"more than {HYBRID_MIN_TOKENS} tokens: the vendor's GEMM is faster, and the adapter kernels follow it"
-        return Plan("hybrid", reason, *tiles)
-    reason = refused if problem.m > HYBRID_MIN_TOKENS and refused else f"at most {HYBRID_MIN_TOKENS} tokens"
-    return Plan("fused", reason, *tiles)
+        return Plan("reference", missing, "none", *tiles)
+    refused = vendor_refusal(problem)
+    gemm = "own" if refused or problem.m <= VENDOR_MIN_TOKENS else "vendor"
+    why = f"the vendor's GEMM is left out: {refused}" if refused else f"the {gemm} GEMM is the faster at {problem.m} tokens"
+    if problem.m <= FUSED_MAX_TOKENS and (problem.groups <= 2 or problem.m <= FUSED_MAX_TOKENS_MANY):
+        return Plan("fused", f"at most {FUSED_MAX_TOKENS} tokens: the adapters cost least in the GEMM's epilogue", gemm, *tiles)
+    return Plan("hybrid", f"adapter kernels after the GEMM; {why}", gemm, *tiles)
 
 
 def make_plan(problem: Problem) -> Plan:

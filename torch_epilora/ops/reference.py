@@ -214,7 +214,7 @@ def quantize_activations(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scale that W8A8 multiplies: those handed in, or x under its static scale, or per token or group."""
     if x_codes is not None and x_scale is not None:
-        return x_codes, x_scale.reshape(x.shape[0], -1)
+        return x_codes, x_scale if x_scale.dim() == 2 else x_scale[:, None]
     if x_scale is not None:
         return quantize_fp8_static(x, x_scale), x_scale.reshape(1, 1)
     return quantize_fp8_group(x) if layout == "block" else quantize_fp8_token(x)

@@ -15,30 +15,43 @@ from torch_epilora.ops.triton.shrink import row_tiles, stride_or_zero
 
 
 @triton.jit
-def load_h(h_ptr, offs, mask, plane_stride, scaling, PLANES: tl.constexpr, DTYPE: tl.constexpr):
+def load_h(h_ptrs, mask, plane_stride, scaling, PLANES: tl.constexpr, DTYPE: tl.constexpr):
     """A tile of h: as stored when K1 did not split K, else its planes added in order, scaled and rounded."""
     if PLANES == 1:
-        return tl.load(h_ptr + offs, mask=mask, other=0.0)
-    total = tl.load(h_ptr + offs, mask=mask, other=0.0)
+        return tl.load(h_ptrs, mask=mask, other=0.0)
+    total = tl.load(h_ptrs, mask=mask, other=0.0)
     for s in tl.static_range(1, PLANES):
-        total += tl.load(h_ptr + tl.cast(s, tl.int64) * plane_stride + offs, mask=mask, other=0.0)
+        total += tl.load(h_ptrs + tl.cast(s, tl.int64) * plane_stride, mask=mask, other=0.0)
     return (total * scaling).to(DTYPE)
+
+
+@triton.jit
+def load_b(b_ptr, n, n_valid, r, rank, R, stride_bn, HAS_RANK: tl.constexpr):
+    """B^T [BR, BN]. The load stops at R, whose divisibility the compiler knows; a select drops what lies beyond the rank."""
+    b = tl.load(b_ptr + n[None, :].to(tl.int64) * stride_bn + r[:, None], mask=n_valid[None, :] & (r < R)[:, None], other=0.0)
+    if HAS_RANK:
+        b = tl.where((r < rank)[:, None], b, 0.0)
+    return b
 
 
 @triton.jit
 def expand_kernel(
     y_ptr, h_ptr, b_ptrs, b_bias_ptrs, rank_ptr, scaling_ptr, sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
-    M, R, num_groups, num_slots, column_tiles, stride_ym, plane_stride, stride_bls, stride_bn, rank_stride,
+    M, R, num_groups, num_slots, column_runs, stride_ym, plane_stride, stride_bls, stride_bn, rank_stride,
     scaling_stride, widths,
     GROUPS: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PLANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    PLANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, RUN: tl.constexpr, ONCE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One [BM, BN] tile of one group: y += h B^T + scaling * b_bias, in fp32, rounded once."""
+    """A run of RUN columns of one slice for BM rows of one group: y += h B^T + scaling * b_bias, in fp32, rounded once.
+
+    The search for the group and the load of h serve the whole run. ONCE: all ranks fit one chunk, so h stays in registers.
+    """
     pid = tl.program_id(0)
-    group, first = row_tile(pid // column_tiles, ids_ptr, counts_ptr, num_groups, num_slots, GROUPS, BM)
+    group, first = row_tile(pid // column_runs, ids_ptr, counts_ptr, num_groups, num_slots, GROUPS, BM)
     if group < 0:
         return
-    slice_index, base, inner, width = column_tile(pid % column_tiles, widths, BN)
+    slice_index, base, begin, width = column_tile(pid % column_runs, widths, RUN)
     slot = tl.load(ids_ptr + group)
     rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
     if rank <= 0:
@@ -48,31 +61,38 @@ def expand_kernel(
     rows = tl.load(sorted_ptr + position, mask=(within < tl.load(counts_ptr + group)) & (position < M), other=-1)
     valid = (rows >= 0) & (rows < M)
     rows = rows.to(tl.int64)
-    n = inner + tl.arange(0, BN)
     scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
     b_ptr = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
-    y_offs = rows[:, None] * stride_ym + (base + n)[None, :]
-    y_mask = valid[:, None] & (n < width)[None, :]
-    y = tl.load(y_ptr + y_offs, mask=y_mask, other=0.0)
-    acc = tl.zeros([BM, BN], tl.float32)
-    for r0 in tl.range(0, rank, BR, num_stages=1):
-        # loads stop at R, whose divisibility the compiler knows, and a select drops what lies beyond the rank, NaN included
-        r = r0 + tl.arange(0, BR)
+    b_bias_ptr = pick(b_bias_ptrs, slice_index) + slot.to(tl.int64) * width
+    h_ptrs = h_ptr + (rows[:, None] * len(widths) + slice_index) * R
+    r = tl.arange(0, BR)
+    if ONCE:
         h = load_h(
-            h_ptr, (rows[:, None] * len(widths) + slice_index) * R + r[None, :], valid[:, None] & (r < R)[None, :],
-            plane_stride, scaling, PLANES, y_ptr.dtype.element_ty,
-        )  # fmt: skip
-        b = tl.load(
-            b_ptr + n[None, :].to(tl.int64) * stride_bn + r[:, None], mask=(n < width)[None, :] & (r < R)[:, None], other=0.0
+            h_ptrs + r[None, :], valid[:, None] & (r < R)[None, :], plane_stride, scaling, PLANES, y_ptr.dtype.element_ty
         )
-        if HAS_RANK:
-            h = tl.where((r < rank)[None, :], h, 0.0)
-            b = tl.where((r < rank)[:, None], b, 0.0)
-        acc = tl.dot(h, b, acc, input_precision="ieee")
-    if HAS_BIAS:
-        bias = tl.load(pick(b_bias_ptrs, slice_index) + slot.to(tl.int64) * width + n, mask=n < width, other=0.0)
-        acc += (scaling * bias.to(tl.float32))[None, :]
-    tl.store(y_ptr + y_offs, (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
+        h = tl.where((r < rank)[None, :], h, 0.0)
+    for column in tl.range(begin, tl.minimum(begin + RUN, width), BN, num_stages=STAGES):
+        n = column + tl.arange(0, BN)
+        y_ptrs = y_ptr + rows[:, None] * stride_ym + (base + n)[None, :]
+        y_mask = valid[:, None] & (n < width)[None, :]
+        y = tl.load(y_ptrs, mask=y_mask, other=0.0)
+        acc = tl.zeros([BM, BN], tl.float32)
+        if ONCE:
+            b = load_b(b_ptr, n, n < width, r, rank, R, stride_bn, HAS_RANK)
+            acc = tl.dot(h, b, acc, input_precision="ieee")
+        else:
+            for r0 in tl.range(0, rank, BR, num_stages=1):
+                part = load_h(
+                    h_ptrs + r0 + r[None, :], valid[:, None] & (r0 + r < R)[None, :], plane_stride, scaling, PLANES,
+                    y_ptr.dtype.element_ty,
+                )  # fmt: skip
+                part = tl.where((r0 + r < rank)[None, :], part, 0.0)
+                b = load_b(b_ptr, n, n < width, r0 + r, rank, R, stride_bn, HAS_RANK)
+                acc = tl.dot(part, b, acc, input_precision="ieee")
+        if HAS_BIAS:
+            bias = tl.load(b_bias_ptr + n, mask=n < width, other=0.0)
+            acc += (scaling * bias.to(tl.float32))[None, :]
+        tl.store(y_ptrs, (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
 
 
 def expand_add(
@@ -89,15 +109,16 @@ def expand_add(
     m = y.shape[0]
     planes, _, _, r = h.shape
     widths = tuple(t.shape[1] for t in b)
-    column_tiles = sum(triton.cdiv(w, config.block_n) for w in widths)
+    run = config.block_n * config.run
+    column_runs = sum(triton.cdiv(w, run) for w in widths)
     with on_device(y):
-        expand_kernel[(column_tiles * row_tiles(m, groups.ids.shape[0], config.block_m),)](
+        expand_kernel[(column_runs * row_tiles(m, groups.ids.shape[0], config.block_m),)](
             y, h, tuple(b), tuple(b_bias) or (y,), y if rank is None else rank, y if scaling is None else scaling,
             *groups[:4],
-            m, r, groups.ids.shape[0], b[0].shape[0], column_tiles, y.stride(0), h.stride(0),
+            m, r, groups.ids.shape[0], b[0].shape[0], column_runs, y.stride(0), h.stride(0),
             tuple(t.stride(0) for t in b), b[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling), widths,
             GROUPS=triton.next_power_of_2(groups.ids.shape[0]), HAS_RANK=rank is not None,
             HAS_SCALING=scaling is not None, HAS_BIAS=bool(b_bias), PLANES=planes,
-            BM=config.block_m, BN=config.block_n, BR=config.block_r,
-            num_warps=config.num_warps,
+            BM=config.block_m, BN=config.block_n, BR=config.block_r, RUN=run, ONCE=r <= config.block_r,
+            STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip

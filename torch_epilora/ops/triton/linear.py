@@ -118,7 +118,7 @@ def linear_kernel(
                         mask=n_valid[:, None] & (r < R)[None, :], other=0.0,
                     )  # fmt: skip
                     h = load_h(
-                        h_ptr, (rows[None, :] * len(widths) + slice_index) * R + r[:, None],
+                        h_ptr + (rows[None, :] * len(widths) + slice_index) * R + r[:, None],
                         member[None, :] & (r < R)[:, None], plane_stride, scaling, PLANES, y_ptr.dtype.element_ty,
                     )  # fmt: skip
                     if HAS_RANK:

@@ -1,5 +1,7 @@
 """K1 (EpiLoRA section 3.1): the down-projection of every adapter group, with the activations quantized in the same launch."""
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -143,8 +145,8 @@ def shrink_planes(
     Returns
     -------
     tuple of Tensor
-        h (x's dtype [1, M, slices, R], or fp32 planes [split_k, M, slices, R]), x's codes and their scale (x itself and
-        None without quantization).
+        h (x's dtype [1, M, slices, R], or fp32 planes [split_k, M, slices, R] unless the plan reduces them), x's codes
+        and their scale (x itself and None without quantization).
     """
     m, k = x.shape
     slots, r, _ = a[0].shape
@@ -170,24 +172,33 @@ def shrink_planes(
             BM=config.block_m, BR=config.block_r, BK=config.block_k, SPLIT=split, STAGES=config.num_stages,
             num_warps=config.num_warps,
         )  # fmt: skip
+    if config.reduce and split > 1:
+        h = sum_planes(h, scaling, groups, slots, torch.empty((m, len(a), r), dtype=x.dtype, device=x.device))[None]
     return h, codes, x_scale
 
 
-def shrink(x: Tensor, a: list[Tensor], rank: Tensor | None, scaling: Tensor | None, groups: Groups, config: Shrink) -> Tensor:
-    """The public operator: h [M, slices, R], zero in rows without an adapter."""
-    m = x.shape[0]
+def sum_planes(planes: Tensor, scaling: Tensor | None, groups: Groups, slots: int, out: Tensor) -> Tensor:
+    """Add K1's fp32 planes [split_k, M, slices, R] in order into ``out`` [M, slices, R], scaled and rounded."""
+    split, m, slices, r = planes.shape
+    block_m = 16
+    with on_device(out):
+        sum_planes_kernel[(row_tiles(m, groups.ids.shape[0], block_m), slices)](
+            planes, out, out if scaling is None else scaling, *groups[:4],
+            m, r, groups.ids.shape[0], slots, stride_or_zero(scaling),
+            SLICES=slices, GROUPS=triton.next_power_of_2(groups.ids.shape[0]), HAS_SCALING=scaling is not None,
+            BM=block_m, BR=min(triton.next_power_of_2(r), 128), SPLIT=split,
+        )  # fmt: skip
+    return out
+
+
+def shrink(
+    x: Tensor, a: list[Tensor], rank: Tensor | None, scaling: Tensor | None, groups: Groups, config: Shrink
+) -> Tensor:
+    """Make the public operator's h [M, slices, R], zero in rows without an adapter."""
     slots, r, _ = a[0].shape
-    h = torch.zeros((m, len(a), r), dtype=x.dtype, device=x.device)
+    h = torch.zeros((x.shape[0], len(a), r), dtype=x.dtype, device=x.device)
     if config.split_k == 1:
         shrink_planes(x, a, rank, scaling, groups, config, out=h)
         return h
-    planes, _, _ = shrink_planes(x, a, rank, scaling, groups, config)
-    block_m = 16
-    with on_device(x):
-        sum_planes_kernel[(row_tiles(m, groups.ids.shape[0], block_m), len(a))](
-            planes, h, x if scaling is None else scaling, *groups[:4],
-            m, r, groups.ids.shape[0], slots, stride_or_zero(scaling),
-            SLICES=len(a), GROUPS=triton.next_power_of_2(groups.ids.shape[0]), HAS_SCALING=scaling is not None,
-            BM=block_m, BR=min(triton.next_power_of_2(r), 128), SPLIT=config.split_k,
-        )  # fmt: skip
-    return h
+    planes, _, _ = shrink_planes(x, a, rank, scaling, groups, replace(config, reduce=False))
+    return sum_planes(planes, scaling, groups, slots, h)
