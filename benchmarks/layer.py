@@ -2,10 +2,10 @@
 
     python -m benchmarks.layer --tokens 16 256 2048 --adapters 1 32 --out benchmarks/results/layer.json
 
-Prints microseconds a layer (the four projections summed) and writes every figure with GPU, versions and commit. Weights are
-rotated so that none comes from L2. Each system's output is compared with fp64 before it is timed. vLLM's columns appear
-where vLLM is installed: ``vllm_bare`` is its quantization and CUTLASS GEMM, ``vllm`` adds its shrink and expand with their
-default launch configurations.
+Prints microseconds a layer (the four projections summed) and writes every figure with GPU, versions and commit.
+Weights are rotated so that none comes from L2. Each system's output is compared with fp64 before it is timed. vLLM's
+columns appear where vLLM is installed: ``vllm_bare`` is its quantization and CUTLASS GEMM (Marlin for W8A16), ``vllm``
+adds its shrink and expand with their default launch configurations.
 """
 
 import argparse
@@ -21,42 +21,84 @@ from tests.cases import Case, make_case, oracle, sqnr
 from torch_epilora.ops.dispatch import plan_of
 
 MODELS = {
-    "qwen3-8b": {"qkv": (4096, [4096, 1024, 1024]), "o": (4096, [4096]), "gate_up": (4096, [12288, 12288]), "down": (12288, [4096])},
-    "llama-3.1-8b": {"qkv": (4096, [4096, 1024, 1024]), "o": (4096, [4096]), "gate_up": (4096, [14336, 14336]), "down": (14336, [4096])},
-    "qwen3-0.6b": {"qkv": (1024, [2048, 1024, 1024]), "o": (2048, [1024]), "gate_up": (1024, [3072, 3072]), "down": (3072, [1024])},
-}  # fmt: skip
+    "qwen3-8b": {
+        "qkv": (4096, [4096, 1024, 1024]),
+        "o": (4096, [4096]),
+        "gate_up": (4096, [12288, 12288]),
+        "down": (12288, [4096]),
+    },
+    "llama-3.1-8b": {
+        "qkv": (4096, [4096, 1024, 1024]),
+        "o": (4096, [4096]),
+        "gate_up": (4096, [14336, 14336]),
+        "down": (14336, [4096]),
+    },
+    "qwen3-0.6b": {
+        "qkv": (1024, [2048, 1024, 1024]),
+        "o": (2048, [1024]),
+        "gate_up": (1024, [3072, 3072]),
+        "down": (3072, [1024]),
+    },
+}
+
+
+def vllm_gemm(case: Case) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
+    """Make vLLM's base projection of one weight: CUTLASS by row or by block after its quantizer, Marlin for W8A16."""
+    from vllm import _custom_ops as ops
+
+    n, dtype = case.weight.shape[0], case.x.dtype
+    if case.compute == "w8a16":
+        from vllm.model_executor.layers.quantization.utils import marlin_utils_fp8 as marlin
+
+        def widened(weight: torch.Tensor) -> Callable[[], torch.Tensor]:
+            layer = torch.nn.Module()
+            layer.orig_dtype, layer.output_size_per_partition, layer.input_size_per_partition = dtype, *weight.shape
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            layer.weight_scale = torch.nn.Parameter(case.weight_scale.clone(), requires_grad=False)
+            marlin.prepare_fp8_layer_for_marlin(layer, size_k_first=False)
+            args = layer.weight, layer.weight_scale, layer.workspace, *weight.shape, None
+            return lambda: marlin.apply_fp8_marlin_linear(case.x, *args)
+
+        return widened
+    if case.layout == "block":
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+        def blocks(weight: torch.Tensor) -> torch.Tensor:
+            codes, x_scale = per_token_group_quant_fp8(case.x, 128, column_major_scales=True)
+            return ops.cutlass_scaled_mm(codes, weight.t(), x_scale, case.weight_scale.t(), dtype)
+
+        return lambda weight: partial(blocks, weight)
+    scale = case.weight_scale.expand(n, 1).contiguous() if case.layout == "tensor" else case.weight_scale
+
+    def rows(weight: torch.Tensor) -> torch.Tensor:
+        codes, x_scale = ops.scaled_fp8_quant(case.x, use_per_token_if_dynamic=True)
+        return ops.cutlass_scaled_mm(codes, weight.t(), x_scale, scale, dtype)
+
+    return lambda weight: partial(rows, weight)
 
 
 def vllm_systems(case: Case, weights: list[torch.Tensor], slots: int) -> dict[str, list[Callable]]:
-    """vLLM's kernels on the same arguments; its scaling is folded into B, so B is scaled here."""
+    """Make vLLM's calls on the same arguments, where it is installed; it folds the scaling into B, so B is scaled here."""
     try:
-        from vllm import _custom_ops as ops
         from vllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand, lora_shrink
     except ImportError:
         return {}
-    if case.layout == "block" or case.compute != "w8a8":
-        return {}
     m, rank = case.x.shape[0], case.a[0].shape[1]
-    n = case.weight.shape[0]
-    scale = case.weight_scale.expand(n, 1).contiguous() if case.layout == "tensor" else case.weight_scale
     a = [t[:, None] for t in case.a]
     b = [(t * case.scaling[i, :, None, None]).to(t.dtype)[:, None].contiguous() for i, t in enumerate(case.b)]
     meta = LoRAKernelMeta.make(slots, m, "cuda")
     meta.prepare_tensors(torch.tensor(case.row_slots, dtype=torch.int32, device="cuda"))
     args = meta.meta_args(m, True)
+    bare = [vllm_gemm(case)(weight) for weight in weights]
 
-    def bare(weight: torch.Tensor) -> torch.Tensor:
-        codes, x_scale = ops.scaled_fp8_quant(case.x, use_per_token_if_dynamic=True)
-        return ops.cutlass_scaled_mm(codes, weight.t(), x_scale, scale, case.x.dtype)
-
-    def full(weight: torch.Tensor) -> torch.Tensor:
-        y = bare(weight)
+    def full(base: Callable[[], torch.Tensor]) -> torch.Tensor:
+        y = base()
         h = torch.empty(len(a), m, rank, device="cuda")
         lora_shrink(case.x, a, h, *args, 1.0)
         lora_expand(h, b, y, *args, 0, True)
         return y
 
-    return {"vllm_bare": [partial(bare, w) for w in weights], "vllm": [partial(full, w) for w in weights]}
+    return {"vllm_bare": bare, "vllm": [partial(full, base) for base in bare]}
 
 
 def measure(k: int, widths: list[int], m: int, slots: int, options: argparse.Namespace) -> tuple[dict, dict]:
@@ -65,7 +107,10 @@ def measure(k: int, widths: list[int], m: int, slots: int, options: argparse.Nam
         m, k, widths, options.rank, slots, layout=options.layout, compute=options.compute, popularity="distinct",
         mixed_ranks=False, poison=False, bias=False, device="cuda",
     )  # fmt: skip
-    weights = [case.weight, *(case.weight[torch.randperm(sum(widths), device="cuda")] for _ in range(copies(sum(widths) * k) - 1))]
+    weights = [
+        case.weight,
+        *(case.weight[torch.randperm(sum(widths), device="cuda")] for _ in range(copies(sum(widths) * k) - 1)),
+    ]
 
     def ours(op: str, call: Case, weight: torch.Tensor) -> torch.Tensor:
         args = list(call.args())
@@ -116,7 +161,9 @@ def main() -> None:
                     torch.cuda.empty_cache()
                 layer = {system: round(t, 1) for system, t in layer.items()}
                 head = {"model": model, "tokens": m, "adapters": slots, "rank": options.rank}
-                rows.append({**head, "layout": options.layout, "compute": options.compute, "us": layer, "projections": detail})
+                rows.append(
+                    {**head, "layout": options.layout, "compute": options.compute, "us": layer, "projections": detail}
+                )
                 print(" ".join(f"{v}" for v in head.values()), layer, flush=True)
     if options.out:
         options.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Timing that every benchmark shares: CUDA graphs over rotated inputs, variants interleaved, medians, and where it ran."""
+"""Timing that every benchmark shares: CUDA graphs over rotated weights, interleaved variants, medians."""
 
 import os
 import subprocess

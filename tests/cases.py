@@ -1,4 +1,4 @@
-"""Random projections with adapters, and what they must give in fp64: made and computed without the library's own arithmetic."""
+"""Random projections with adapters, and their results in fp64, computed without the library's own arithmetic."""
 
 from dataclasses import dataclass, field
 
@@ -122,7 +122,8 @@ def make_case(
             a[s].masked_fill_(beyond[s][:, :, None], float("nan"))
             b[s].masked_fill_(beyond[s][:, None, :], float("nan"))
     case = Case(
-        x, weight, scale, a, b, row_slots, group_rows(row_slots, slots, padding=padding, device=device), layout, compute,
+        x, weight, scale, a, b, row_slots, group_rows(row_slots, slots, padding=padding, device=device),
+        layout, compute,
         bias=randn(n).to(dtype) if bias else None,
         b_bias=[randn(slots, w).to(dtype) for w in widths] if b_bias else [],
         rank=ranks if mixed_ranks or poison else None,
@@ -139,7 +140,7 @@ def make_case(
 def exact_codes(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """Activation codes and scale by the definition; tensor by tensor, so that every division is the IEEE quotient."""
     wide = x.float()
-    m, k = wide.shape
+    k = wide.shape[1]
     largest = torch.full((1, 1), 448.0, device=x.device)
     if layout == "block":
         groups = [wide[:, g : g + 128] for g in range(0, k, 128)]
@@ -151,7 +152,7 @@ def exact_codes(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def oracle(case: Case, *, round_h: bool = True) -> Tensor:
-    """The projection row by row in fp64 from the same codes; ``round_h`` rounds h once to x's dtype, as the contract says."""
+    """The projection in fp64 from the same codes; ``round_h`` rounds h to x's dtype, as the contract says."""
     x64, w64 = case.x.double(), case.weight.double()
     scale = case.weight_scale.double()
     n, k = w64.shape

@@ -1,4 +1,4 @@
-"""Shared set-up: where there is no GPU, Triton's kernels run in its interpreter, which must be decided before they are imported."""
+"""Shared set-up: without a GPU, kernels run in Triton's interpreter, which is decided before they are imported."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Every kernel once, on small shapes that overrun nothing and divide nothing: run under compute-sanitizer (``make sanitize``)."""
+"""Every kernel on small shapes with ragged edges, to run under compute-sanitizer (``make sanitize``)."""
 
 import torch
 
@@ -7,7 +7,12 @@ from tests.cases import make_case, oracle, sqnr
 
 def main() -> None:
     worst = 999.0
-    shapes = [(5, 130, [100, 60], 9, 3), (17, 256, [128, 64, 32], 16, 4), (70, 256, [192], 24, 5), (140, 272, [144], 8, 2)]
+    shapes = [
+        (5, 130, [100, 60], 9, 3),
+        (17, 256, [128, 64, 32], 16, 4),
+        (70, 256, [192], 24, 5),
+        (140, 272, [144], 8, 2),
+    ]
     for m, k, widths, r, slots in shapes:
         for layout in ("tensor", "channel", "block"):
             for compute in ("w8a8", "w8a16"):

@@ -94,7 +94,9 @@ def test_infinity_in_one_adapter_stays_there(path: str) -> None:
 def test_untouched_slices_are_bitwise_the_base(path: str) -> None:
     """cases.md 6: an adapter on some slices only."""
     case = make_case(20, 512, [256, 64, 64], 8, 1, device="cuda", popularity="one", poison=False, mixed_ranks=False)
-    base = make_case(20, 512, [256, 64, 64], 8, 1, device="cuda", popularity="none", poison=False).run(path)
+    base = make_case(
+        20, 512, [256, 64, 64], 8, 1, device="cuda", popularity="none", poison=False, mixed_ranks=False
+    ).run(path)
     for touched in ([0], [1], [0, 2]):
         case.rank = torch.tensor([[8 if s in touched else 0] for s in range(3)], dtype=torch.int32, device="cuda")
         got = case.run(path).split([256, 64, 64], 1)
@@ -180,7 +182,7 @@ def test_compiled_with_dynamic_tokens() -> None:
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()
-    case = make_case(64, 512, [256], 64, 3, device="cuda", bias=False)
+    case = make_case(64, 512, [256], 64, 3, device="cuda", bias=False, poison=False)
 
     def f(x, slots):
         g = torch.ops.epilora.adapter_groups(slots, x.shape[0], 3)

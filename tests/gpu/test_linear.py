@@ -30,7 +30,7 @@ SHAPES = {
 }
 CASES = pairwise(
     {
-        "m": [0, 1, 2, 3, 7, 16, 17, 32, 33, 64, 100, 256, 1000, 2048],
+        "m": [0, 1, 2, 3, 7, 16, 17, 32, 33, 64, 77, 100, 256, 1000, 2048],
         "shape": list(SHAPES),
         "r": [1, 3, 4, 8, 9, 16, 17, 32, 64, 96, 128, 256, 320, 512],
         "slots": [1, 2, 8, 32, 64],
@@ -93,7 +93,9 @@ def test_pairwise(number: int, record) -> None:
     p = dict(CASES[number])
     path, shape = p.pop("path"), p.pop("shape")
     k, widths = SHAPES[shape]
-    case = make_case(p.pop("m"), k, widths, p.pop("r"), p.pop("slots"), device="cuda", seed=zlib.crc32(b"%d" % number), **p)
+    case = make_case(
+        p.pop("m"), k, widths, p.pop("r"), p.pop("slots"), device="cuda", seed=zlib.crc32(b"%d" % number), **p
+    )
     for elements in (1 << 24, case.x.shape[0] * sum(widths)):  # what torch.empty hands out next holds NaN
         torch.full((elements,), float("nan"), dtype=case.x.dtype, device="cuda")
     got = case.run(path)
@@ -103,7 +105,14 @@ def test_pairwise(number: int, record) -> None:
     want, real = oracle(case), oracle(case, round_h=False)
     db = sqnr(got, want)
     error, baseline = (got.double() - real).norm(), (unfused(case).double() - real).norm()
-    record(test="pairwise", number=number, path=path, took=plan_of(*case.args()).path, sqnr=db, ratio=float(error / baseline))
+    record(
+        test="pairwise",
+        number=number,
+        path=path,
+        took=plan_of(*case.args()).path,
+        sqnr=db,
+        ratio=float(error / baseline),
+    )
     assert db > 40, f"{CASES[number]}: {db:.1f} dB"
     assert error <= 2 * baseline, f"{CASES[number]}: error {error:.3e}, unfused {baseline:.3e}"
 

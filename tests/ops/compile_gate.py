@@ -1,7 +1,7 @@
-"""Compiles every kernel a plan admits for an architecture, without a GPU, and reports registers, spills and shared memory.
+"""Compiles what plans admit for an architecture, without a GPU; reports registers, stack and shared memory.
 
-Run as ``python -m tests.ops.compile_gate 90``: a process of its own, since Triton decides at decoration time whether kernels are
-interpreted, and the tests of numerics interpret them.
+Run as ``python -m tests.ops.compile_gate 90``: a process of its own, since Triton decides at decoration time whether
+kernels are interpreted, and the tests of numerics interpret them.
 """
 
 import itertools
@@ -122,9 +122,7 @@ def problems(capability: tuple[int, int]) -> list[Problem]:
     """Every bucket the plan tells apart, and shapes that are no multiples of anything."""
     full = [
         Problem(m, 6144, 4096, 64, 3, 5, layout, compute, torch.bfloat16, capability)
-        for m, layout, compute in itertools.product(
-            (1, 32, 64, 256, 2048), ("channel", "block"), ("w8a8", "w8a16")
-        )
+        for m, layout, compute in itertools.product((1, 32, 64, 256, 2048), ("channel", "block"), ("w8a8", "w8a16"))
     ]
     odd = [
         Problem(7, 200, 130, 9, 2, 5, "block", "w8a8", torch.bfloat16, capability),
@@ -142,7 +140,9 @@ def main(arch: int) -> None:
     gate = Gate(arch)
     for p in problems(gate.capability):
         gate.problem(p)
-    gate.problem(Problem(16, 4096, 4096, 16, 1, capability=gate.capability), slots=64, groups=65, bias=False, rank=False)
+    gate.problem(
+        Problem(16, 4096, 4096, 16, 1, capability=gate.capability), slots=64, groups=65, bias=False, rank=False
+    )
     print(json.dumps(gate.report()))
 
 

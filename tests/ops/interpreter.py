@@ -1,7 +1,7 @@
 """Repairs Triton's interpreter, so that kernels of bf16 and e4m3 compute what the GPU computes.
 
-As shipped it multiplies bf16 as raw bits in a dot (triton-lang/triton#11584), truncates fp32 to bf16, and loses the carry
-of fp32 to e4m3 (triton-lang/triton#11897). Here every conversion to or from those types goes through torch.
+As shipped it multiplies bf16 as raw bits in a dot (triton-lang/triton#11584), truncates fp32 to bf16, and loses the
+carry of fp32 to e4m3 (triton-lang/triton#11897). Here every conversion to or from those types goes through torch.
 """
 
 import numpy as np
@@ -48,7 +48,14 @@ def repaired(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(builder, "cast_impl", cast)
-    for name in ("create_fp_ext", "create_fp_trunc", "create_si_to_fp", "create_ui_to_fp", "create_fp_to_si", "create_fp_to_ui"):
+    for name in (
+        "create_fp_ext",
+        "create_fp_trunc",
+        "create_si_to_fp",
+        "create_ui_to_fp",
+        "create_fp_to_si",
+        "create_fp_to_ui",
+    ):
         monkeypatch.setattr(builder, name, cast)
     monkeypatch.setattr(builder, "create_fp_to_fp", lambda self, source, to, rounding: convert(source, to))
     monkeypatch.setattr(builder, "create_dot", dot)

@@ -25,7 +25,14 @@ def fused(case, *, split: int = 1, gemm: Gemm = GEMM):
     if case.compute == "w8a8" and case.x_codes is None:
         mode = q.STATIC if case.x_scale is not None else q.GROUP if case.layout == "block" else q.TOKEN
     h, x, scale = shrink_planes(
-        case.x, case.a, case.rank, case.scaling, case.groups, Shrink(16, 16, 64, split, False, 4, 1), quantize=mode, x_scale=case.x_scale
+        case.x,
+        case.a,
+        case.rank,
+        case.scaling,
+        case.groups,
+        Shrink(16, 16, 64, split, False, 4, 1),
+        quantize=mode,
+        x_scale=case.x_scale,
     )
     if case.x_codes is not None:
         x, scale = case.x_codes, case.x_scale
@@ -130,7 +137,8 @@ def test_quantizer_bits_equal_the_reference(mode: str, dtype: torch.dtype) -> No
     if mode == "static":
         scale = torch.tensor([0.37])
         assert torch.equal(
-            q.quantize(x, q.STATIC, scale)[0].view(torch.uint8), reference.quantize_fp8_static(x, scale).view(torch.uint8)
+            q.quantize(x, q.STATIC, scale)[0].view(torch.uint8),
+            reference.quantize_fp8_static(x, scale).view(torch.uint8),
         )
         return
     codes, scale = q.quantize(x, q.TOKEN if mode == "token" else q.GROUP)

@@ -12,7 +12,9 @@ from torch_epilora.ops.schemas import library
 
 
 def _setup(ctx, inputs, output) -> None:
-    x, _, _, weight, weight_scale, bias, a, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts, none, _ = inputs
+    x, _, _, weight, weight_scale, bias, a, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts, none, _ = (
+        inputs
+    )
     ctx.slices, ctx.b_biases, ctx.has_bias = len(a), len(b_bias), bias is not None
     ctx.save_for_backward(
         x, weight, weight_scale, rank, scaling, sorted_tokens, ids, counts, starts, none, *a, *b, *b_bias
@@ -87,7 +89,16 @@ library.impl("lora_linear_backward", lora_linear_backward, "CompositeExplicitAut
 
 
 @torch.library.register_fake("epilora::lora_linear_backward", lib=library)
-def _(grad: Tensor, x: Tensor, weight: Tensor, weight_scale: Tensor, a: list[Tensor], b: list[Tensor], b_bias: list[Tensor], *rest):
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    b_bias: list[Tensor],
+    *rest,
+):
     return torch.empty_like(x), *([torch.empty_like(t) for t in group] for group in (a, b, b_bias))
 
 

@@ -15,7 +15,7 @@ COMPUTES = ("w8a8", "w8a16")
 
 
 class Groups(NamedTuple):
-    """Which rows use which adapter slot: tokens sorted by slot, then one entry a group (all int32, on the data's device).
+    """Which rows use which adapter slot: rows sorted by slot, then one entry a group, int32 on the data's device.
 
     Attributes
     ----------
@@ -255,7 +255,9 @@ def check_lora_linear(
             raise _fail("bias", f"a contiguous [{n}]", f"shape {tuple(bias.shape)}")
     _dtype("no_adapter", no_adapter, (torch.bool,))
     if no_adapter.device.type not in ("cpu", "meta") or no_adapter.numel() != 1:
-        raise _fail("no_adapter", "one bool on the CPU, read on the host", f"{no_adapter.numel()} on {no_adapter.device}")
+        raise _fail(
+            "no_adapter", "one bool on the CPU, read on the host", f"{no_adapter.numel()} on {no_adapter.device}"
+        )
     if a or b:
         slots, r = check_a(x, a)
         check_b(x, b, b_bias, len(a), slots, r, n)

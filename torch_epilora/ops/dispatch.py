@@ -1,7 +1,8 @@
 """Which kernel serves which device: the plain-torch reference on the CPU, Triton and the vendor's GEMM on CUDA.
 
-The path of ``lora_linear`` is chosen here, in host code that ``torch.compile`` does not trace, by the token count at hand.
-The decode path (a shrink with the GEMM as its programmatic dependent) will stand beside ``_fused`` and ``_hybrid``.
+The path of ``lora_linear`` is chosen here, in host code that ``torch.compile`` does not trace, by the token count at
+hand. The decode path (a shrink with the GEMM as its programmatic dependent) will stand beside ``_fused`` and
+``_hybrid``.
 """
 
 from functools import lru_cache
@@ -51,9 +52,7 @@ def _problem(call: _Call) -> Problem:
     (m, k), n = call.x.shape, call.weight.shape[0]
     rank, slices = (call.a[0].shape[1], len(call.a)) if call.a else (0, 1)
     groups = call.groups.ids.shape[0] if call.a else 1
-    return Problem(
-        m, n, k, rank, slices, groups, call.layout, call.compute, call.x.dtype, _capability(call.x.device)
-    )
+    return Problem(m, n, k, rank, slices, groups, call.layout, call.compute, call.x.dtype, _capability(call.x.device))
 
 
 def _checked(
@@ -76,20 +75,20 @@ def _checked(
     compute: str = "w8a8",
 ) -> _Call:
     layout = checks.check_lora_linear(
-        x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts,
-        no_adapter, compute,
+        x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, sorted_tokens, ids,
+        counts, starts, no_adapter, compute,
     )  # fmt: skip
     groups = Groups(sorted_tokens, ids, counts, starts, no_adapter)
     return _Call(x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, groups, compute, layout)
 
 
 def plan_of(*arguments) -> Plan:
-    """The plan that ``lora_linear`` follows for these arguments of its, on their GPU: for tests and benchmarks."""
+    """Make the plan that ``lora_linear`` follows for these arguments on their GPU; for tests and benchmarks."""
     return make_plan(_problem(_checked(*arguments)))
 
 
 def _quantizer(call: _Call) -> int:
-    """The quantizer's mode for this call, -1 when nothing is to be quantized."""
+    """Name the quantizer's mode for this call, -1 when nothing is to be quantized."""
     from torch_epilora.ops.triton import quantize as q
 
     if call.compute == "w8a16" or call.x_codes is not None:
@@ -100,7 +99,7 @@ def _quantizer(call: _Call) -> int:
 
 
 def _quantized(call: _Call) -> tuple[Tensor, Tensor | None]:
-    """The operand of the GEMM and its scale, without an adapter kernel to share the launch with."""
+    """Make the GEMM's operand and its scale, without an adapter kernel to share the launch with."""
     from torch_epilora.ops.triton import quantize as q
 
     mode = _quantizer(call)
@@ -109,19 +108,32 @@ def _quantized(call: _Call) -> tuple[Tensor, Tensor | None]:
     return (call.x, None) if call.compute == "w8a16" else (call.x_codes, call.x_scale)  # type: ignore[return-value]
 
 
-def _gemm(call: _Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
-    """The bare base projection of codes (or of x itself) by the plan's GEMM."""
-    if plan.base == "own":
-        from torch_epilora.ops.triton.linear import linear
+def _own_gemm(call: _Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
+    """Multiply codes, or x itself, by the base weight with K2."""
+    from torch_epilora.ops.triton.linear import linear
 
-        return linear(x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm)
+    return linear(x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm)
+
+
+def _vendor_gemm(call: _Call, x: Tensor, scale: Tensor) -> Tensor:
+    """Multiply codes by the base weight with ``torch._scaled_mm``, row-wise or 1x128 groups by 128x128 blocks."""
     m, n = x.shape[0], call.weight.shape[0]
+    if call.layout == "block":
+        x_scale, weight_scale = scale.t().contiguous().t(), call.weight_scale.t()
+    else:
+        x_scale = scale.reshape(-1, 1).expand(m, 1).contiguous()
+        weight_scale = call.weight_scale.reshape(1, -1).expand(1, n).contiguous()
     return torch._scaled_mm(
-        x.contiguous(), call.weight.t(),
-        scale.reshape(-1, 1).expand(m, 1).contiguous(),  # type: ignore[union-attr]
-        call.weight_scale.reshape(1, -1).expand(1, n).contiguous(),
-        bias=call.bias, out_dtype=call.x.dtype, use_fast_accum=True,
+        x.contiguous(), call.weight.t(), x_scale, weight_scale, bias=call.bias, out_dtype=call.x.dtype,
+        use_fast_accum=call.layout != "block",
     )  # fmt: skip
+
+
+def _base(call: _Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
+    """Multiply by the base weight with the plan's GEMM."""
+    return (
+        _vendor_gemm(call, x, scale) if plan.base == "vendor" and scale is not None else _own_gemm(call, plan, x, scale)
+    )
 
 
 def _k1(call: _Call, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -129,7 +141,14 @@ def _k1(call: _Call, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
     from torch_epilora.ops.triton.shrink import shrink_planes
 
     h, x, scale = shrink_planes(
-        call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, quantize=_quantizer(call), x_scale=call.x_scale
+        call.x,
+        call.a,
+        call.rank,
+        call.scaling,
+        call.groups,
+        plan.shrink,
+        quantize=_quantizer(call),
+        x_scale=call.x_scale,
     )
     return h, x if call.x_codes is None else call.x_codes, scale
 
@@ -139,7 +158,7 @@ def _fused(call: _Call, plan: Plan) -> Tensor:
     from torch_epilora.ops.triton.linear import linear
 
     if not call.lora:
-        return _gemm(call, plan, *_quantized(call))
+        return _own_gemm(call, plan, *_quantized(call))
     h, x, scale = _k1(call, plan)
     return linear(
         x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm,
@@ -152,9 +171,9 @@ def _hybrid(call: _Call, plan: Plan) -> Tensor:
     from torch_epilora.ops.triton.expand import expand_add
 
     if not call.lora:
-        return _gemm(call, plan, *_quantized(call))
+        return _base(call, plan, *_quantized(call))
     h, x, scale = _k1(call, plan)
-    y = _gemm(call, plan, x, scale)
+    y = _base(call, plan, x, scale)
     expand_add(y, h, call.b, call.b_bias, call.rank, call.scaling, call.groups, plan.expand)
     return y
 
@@ -168,7 +187,7 @@ _PATHS = {"fused": _fused, "hybrid": _hybrid, "reference": _reference}
 
 
 def _linear(name: str | None):
-    """The CUDA kernel of one operator: ``name`` forces a path, None lets the plan choose."""
+    """Make the CUDA kernel of one operator: ``name`` forces a path, None lets the plan choose."""
 
     def kernel(*arguments) -> Tensor:
         call = _checked(*arguments)
@@ -247,7 +266,9 @@ def _cuda_expand(
         return reference.expand_add_(y, h, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts)
     from torch_epilora.ops.triton.expand import expand_add
 
-    plan = make_plan(Problem(y.shape[0], y.shape[1], 0, h.shape[2], len(b), ids.shape[0], dtype=y.dtype, capability=capability))
+    plan = make_plan(
+        Problem(y.shape[0], y.shape[1], 0, h.shape[2], len(b), ids.shape[0], dtype=y.dtype, capability=capability)
+    )
     groups = Groups(sorted_tokens, ids, counts, starts, sorted_tokens)
     expand_add(y, h[None], b, b_bias, rank, scaling, groups, plan.expand)
 

@@ -1,4 +1,7 @@
-"""Plain functions over the operators, for people: keyword arguments and one ``Groups`` instead of seventeen positions."""
+"""Plain functions over the operators, for people.
+
+Keyword arguments and one ``Groups`` instead of seventeen positions.
+"""
 
 from collections.abc import Sequence
 
@@ -16,8 +19,8 @@ def adapter_groups(slots: Tensor, rows: int, num_slots: int, *, any_adapter: boo
     slots : Tensor
         int32 [n], the slot of each of n equal runs of rows; -1 is the bare base.
     rows : int
-        Number of rows M, a multiple of n: entry i covers rows ``i*M/n`` to ``(i+1)*M/n``, so one entry a sequence serves
-        any sequence length, and beams or several return sequences repeat it.
+        Number of rows M, a multiple of n: entry i covers rows ``i*M/n`` to ``(i+1)*M/n``, so one entry a
+        sequence serves any sequence length, and beams or several return sequences repeat it.
     num_slots : int
         Slots of the adapter bank.
     any_adapter : bool
@@ -35,7 +38,8 @@ def adapter_groups(slots: Tensor, rows: int, num_slots: int, *, any_adapter: boo
     TypeError
         If ``slots`` is not int32.
     """
-    return Groups(*torch.ops.epilora.adapter_groups(slots, rows, num_slots), torch.tensor([not any_adapter]))
+    order, ids, counts, starts = torch.ops.epilora.adapter_groups(slots, rows, num_slots)
+    return Groups(order, ids, counts, starts, torch.tensor([not any_adapter]))
 
 
 def lora_linear(
@@ -67,7 +71,8 @@ def lora_linear(
     weight_scale : Tensor
         fp32; one element (per tensor), [N] or [N, 1] (per channel) or [ceil(N/128), ceil(K/128)] (per block).
     a, b : sequence of Tensor
-        One a slice: A [slots, R, K] and B [slots, N_i, R] in x's dtype, with the N_i summing to N. Both empty: no slots.
+        One a slice: A [slots, R, K] and B [slots, N_i, R] in x's dtype, with the N_i summing to N. Both empty:
+        no slots.
     groups : Groups
         Which row uses which slot.
     bias : Tensor, optional

@@ -1,9 +1,9 @@
-"""Launch plans: which path a projection takes, with which tiles, and one predicate that says what an architecture admits.
+"""Launch plans: a projection's path and tiles, and the one predicate that says what an architecture admits.
 
 A plan is a pure function of a :class:`Problem`, so the same batch gets the same kernels and the same bits, run to run.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
@@ -16,10 +16,10 @@ SHARED_BYTES = {(8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0)
 MULTIPROCESSORS = 132
 """Multiprocessors that plans fill: a Hopper GPU's. Another count changes how well a plan fits, never its result."""
 
-FUSED_MAX_TOKENS = 64
-FUSED_MAX_TOKENS_MANY = 32
-VENDOR_MIN_TOKENS = 64
-"""Where the paths and GEMMs change places on an H200: one adapter, several, and the bare base (benchmarks/NOTES.md)."""
+FUSED_MAX_TOKENS = 32
+FUSED_MAX_ADAPTERS = 2
+OWN_MAX_TOKENS = 64
+"""Where the paths and the two GEMMs change places on an H200 (benchmarks/NOTES.md)."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,10 @@ class Expand:
 
 @dataclass(frozen=True)
 class Plan:
-    """A path, the reason it was chosen, whose GEMM computes a bare base ("own" or "vendor"), and every kernel's tiles."""
+    """A path, the reason it was chosen, whose GEMM computes a bare base ("own" or "vendor").
+
+    And every kernel's tiles.
+    """
 
     path: str
     reason: str
@@ -115,7 +118,10 @@ def _size(dtype: torch.dtype) -> int:
 
 
 def shared_bytes(config: Gemm | Shrink | Expand, problem: Problem) -> int:
-    """Estimate of a kernel's shared memory in bytes: its pipelined operand tiles, or the epilogue's if those are larger."""
+    """Estimate of a kernel's shared memory in bytes: its pipelined operand tiles.
+
+    Or the epilogue's if those are larger.
+    """
     x = 1 if problem.compute == "w8a8" else _size(problem.dtype)
     full = _size(problem.dtype)
     if isinstance(config, Gemm):
@@ -165,15 +171,17 @@ def unsupported(capability: tuple[int, int]) -> str | None:
     """Say why a GPU cannot run the Triton kernels at all, or None if it can."""
     if capability < (8, 9):
         return f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores; 8.9 or later has"
-    return None if capability in SHARED_BYTES else f"compute capability {capability} is not one the kernels are built for"
+    return (
+        None if capability in SHARED_BYTES else f"compute capability {capability} is not one the kernels are built for"
+    )
 
 
 def vendor_refusal(problem: Problem) -> str | None:
     """Say why ``torch._scaled_mm`` cannot be the hybrid path's GEMM, or None if it can."""
     if problem.compute != "w8a8":
         return "it multiplies codes by codes, not w8a16"
-    if problem.layout == "block":
-        return "it is used for per-tensor and per-channel scales only"
+    if problem.layout == "block" and (problem.capability != (9, 0) or problem.n % BLOCK or problem.k % (4 * BLOCK)):
+        return "its block-scaled form needs Hopper, outputs in multiples of 128 and inputs in multiples of 512"
     if problem.dtype != torch.bfloat16:
         return "its row-wise form writes bf16 only"
     if problem.n % 16 or problem.k % 16:
@@ -199,7 +207,14 @@ def _gemm(p: Problem) -> Gemm:
         stages = (5 if roomy else 4) if not wide_x else (4 if roomy else 3)
         return Gemm(block_m, 64, 256 if deep else BLOCK, block_r, 4, stages)
     if wide_x:
-        return Gemm(64 if blocks else block_m, block_m, BLOCK if blocks else 64, block_r, 4 if block_m == 64 else 8, 3 if roomy else 2)
+        return Gemm(
+            64 if blocks else block_m,
+            block_m,
+            BLOCK if blocks else 64,
+            block_r,
+            4 if block_m == 64 else 8,
+            3 if roomy else 2,
+        )
     if block_m == 64:
         return Gemm(64, 64, BLOCK, block_r, 4, 4)
     if blocks:  # the scaled sum of each 128-block is an accumulator of its own: half the tile, or it spills
@@ -247,11 +262,16 @@ def _plan(problem: Problem) -> Plan:
     if missing:
         return Plan("reference", missing, "none", *tiles)
     refused = vendor_refusal(problem)
-    gemm = "own" if refused or problem.m <= VENDOR_MIN_TOKENS else "vendor"
-    why = f"the vendor's GEMM is left out: {refused}" if refused else f"the {gemm} GEMM is the faster at {problem.m} tokens"
-    if problem.m <= FUSED_MAX_TOKENS and (problem.groups <= 2 or problem.m <= FUSED_MAX_TOKENS_MANY):
-        return Plan("fused", f"at most {FUSED_MAX_TOKENS} tokens: the adapters cost least in the GEMM's epilogue", gemm, *tiles)
-    return Plan("hybrid", f"adapter kernels after the GEMM; {why}", gemm, *tiles)
+    base = "own" if refused or problem.m <= OWN_MAX_TOKENS else "vendor"
+    if problem.m <= FUSED_MAX_TOKENS and min(problem.groups - 1, problem.m) <= FUSED_MAX_ADAPTERS:
+        reason = f"at most {FUSED_MAX_TOKENS} tokens and {FUSED_MAX_ADAPTERS} adapters: cheapest in the GEMM's epilogue"
+        return Plan("fused", reason, "own", *tiles)
+    why = (
+        f"the library's own, since the vendor's cannot be used: {refused}"
+        if refused
+        else f"the faster is the {base} one"
+    )
+    return Plan("hybrid", f"{problem.m} tokens: adapter kernels after the GEMM; of GEMMs, {why}", base, *tiles)
 
 
 def make_plan(problem: Problem) -> Plan:
@@ -270,8 +290,5 @@ def make_plan(problem: Problem) -> Plan:
     Plan
         With ``path`` "fused", "hybrid" or "reference" and the reason in words.
     """
-    if problem.m > 16:
-        problem = Problem(
-            1 << (problem.m - 1).bit_length(), *(getattr(problem, f.name) for f in fields(problem)[1:])
-        )
-    return _plan(problem)
+    bucket = 1 << (max(problem.m, 1) - 1).bit_length()
+    return _plan(problem if problem.m == bucket else replace(problem, m=bucket))

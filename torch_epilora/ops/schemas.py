@@ -25,7 +25,8 @@ SCHEMAS = {
     "adapter_groups": "(Tensor slots, SymInt rows, int num_slots) -> "
     "(Tensor sorted_tokens, Tensor ids, Tensor counts, Tensor starts)",
     "shrink": f"(Tensor x, Tensor[] a, Tensor? rank, Tensor? scaling, {_GROUPS}) -> Tensor",
-    "expand_add_": f"(Tensor(a!) y, Tensor h, Tensor[] b, Tensor[] b_bias, Tensor? rank, Tensor? scaling, {_GROUPS}) -> ()",
+    "expand_add_": "(Tensor(a!) y, Tensor h, Tensor[] b, Tensor[] b_bias, Tensor? rank, Tensor? scaling, "
+    f"{_GROUPS}) -> ()",
     **{name: _LINEAR for name in LINEAR_OPS},
 }
 for _name, _schema in SCHEMAS.items():
@@ -109,7 +110,7 @@ def _(
 def _fake_linear(x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, weight: Tensor, *rest, **kwargs) -> Tensor:
     compute = kwargs.get("compute", rest[-1] if isinstance(rest[-1], str) else "w8a8")
     tensors = rest[:-1] if isinstance(rest[-1], str) else rest
-    checks.check_lora_linear(x, x_codes, x_scale, weight, *tensors, compute)
+    checks.check_lora_linear(*(x, x_codes, x_scale, weight, *tensors, compute))
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 

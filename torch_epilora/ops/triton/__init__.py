@@ -1,1 +1,1 @@
-"""Triton kernels and their launchers: one file a kernel family. Imported on first use of a CUDA tensor, never before."""
+"""Triton kernels and their launchers, one file a kernel family; imported when first used, never before."""

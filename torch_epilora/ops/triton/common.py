@@ -14,7 +14,7 @@ def on_device(t: torch.Tensor) -> AbstractContextManager:
 
 @triton.jit
 def row_tile(tile, ids_ptr, counts_ptr, num_groups, num_slots, GROUPS: tl.constexpr, BM: tl.constexpr):
-    """Find the group that the tile-th tile of BM rows falls into and the tile's first row inside it; group -1 is past the end.
+    """Find the group of the tile-th tile of BM rows and the tile's first row inside it; group -1 is past the end.
 
     Tiles never span two groups and cover only groups with an adapter. Each program scans the counts itself, so no work
     list is written to memory and a CUDA graph's fixed grid follows whatever the counts say at replay.
@@ -70,7 +70,7 @@ def slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK: tl.constexp
 
 @triton.jit
 def slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING: tl.constexpr):
-    """The slot's scaling for this slice, 1 without a scaling vector."""
+    """Read the slot's scaling for this slice; 1 without a scaling vector."""
     scaling = 1.0
     if HAS_SCALING:
         scaling = tl.load(scaling_ptr + slice_index * scaling_stride + slot)

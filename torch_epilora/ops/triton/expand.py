@@ -3,7 +3,6 @@
 Tiles run over the concatenated output and never cross a slice, whose widths are kernel arguments (EpiLoRA appendix D).
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch_epilora.ops.triton.shrink import row_tiles, stride_or_zero
 
 @triton.jit
 def load_h(h_ptrs, mask, plane_stride, scaling, PLANES: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile of h: as stored when K1 did not split K, else its planes added in order, scaled and rounded."""
+    """Read a tile of h: as stored when K1 did not split K, else its planes added in order, scaled and rounded."""
     if PLANES == 1:
         return tl.load(h_ptrs, mask=mask, other=0.0)
     total = tl.load(h_ptrs, mask=mask, other=0.0)
@@ -27,8 +26,10 @@ def load_h(h_ptrs, mask, plane_stride, scaling, PLANES: tl.constexpr, DTYPE: tl.
 
 @triton.jit
 def load_b(b_ptr, n, n_valid, r, rank, R, stride_bn, HAS_RANK: tl.constexpr):
-    """B^T [BR, BN]. The load stops at R, whose divisibility the compiler knows; a select drops what lies beyond the rank."""
-    b = tl.load(b_ptr + n[None, :].to(tl.int64) * stride_bn + r[:, None], mask=n_valid[None, :] & (r < R)[:, None], other=0.0)
+    """Read B^T [BR, BN]: the load stops at R, whose divisibility is known; a select drops what is past the rank."""
+    b = tl.load(
+        b_ptr + n[None, :].to(tl.int64) * stride_bn + r[:, None], mask=n_valid[None, :] & (r < R)[:, None], other=0.0
+    )
     if HAS_RANK:
         b = tl.where((r < rank)[:, None], b, 0.0)
     return b
@@ -43,9 +44,10 @@ def expand_kernel(
     PLANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, RUN: tl.constexpr, ONCE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A run of RUN columns of one slice for BM rows of one group: y += h B^T + scaling * b_bias, in fp32, rounded once.
+    """Add to RUN columns of one slice, BM rows of one group: y += h B^T + scaling * b_bias in fp32, rounded once.
 
-    The search for the group and the load of h serve the whole run. ONCE: all ranks fit one chunk, so h stays in registers.
+    The search for the group and the load of h serve the whole run. ONCE: all ranks fit one chunk, so h stays in
+    registers.
     """
     pid = tl.program_id(0)
     group, first = row_tile(pid // column_runs, ids_ptr, counts_ptr, num_groups, num_slots, GROUPS, BM)
@@ -67,9 +69,8 @@ def expand_kernel(
     h_ptrs = h_ptr + (rows[:, None] * len(widths) + slice_index) * R
     r = tl.arange(0, BR)
     if ONCE:
-        h = load_h(
-            h_ptrs + r[None, :], valid[:, None] & (r < R)[None, :], plane_stride, scaling, PLANES, y_ptr.dtype.element_ty
-        )
+        h_mask = valid[:, None] & (r < R)[None, :]
+        h = load_h(h_ptrs + r[None, :], h_mask, plane_stride, scaling, PLANES, y_ptr.dtype.element_ty)
         h = tl.where((r < rank)[None, :], h, 0.0)
     for column in tl.range(begin, tl.minimum(begin + RUN, width), BN, num_stages=STAGES):
         n = column + tl.arange(0, BN)

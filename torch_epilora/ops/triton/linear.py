@@ -1,4 +1,4 @@
-"""K2 (EpiLoRA section 3.1, Figure 10): the low-precision GEMM over rows sorted by adapter, every up-projection in its epilogue.
+"""K2 (EpiLoRA section 3.1, Figure 10): the GEMM over rows sorted by adapter, with the up-projections in its epilogue.
 
 The weights are the first operand and the tokens the second, so a decode batch fills Hopper's FP8 MMA from 16 tokens on.
 """
@@ -53,8 +53,8 @@ def main_loop(
 def linear_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, h_ptr, b_ptrs, b_bias_ptrs, rank_ptr, scaling_ptr,
     sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
-    M, K, R, num_groups, num_slots, m_tiles, n_tiles, stride_wn, stride_xm, stride_sm, plane_stride, stride_bls, stride_bn,
-    rank_stride, scaling_stride, w_blocks, widths,
+    M, K, R, num_groups, num_slots, m_tiles, n_tiles,
+    stride_wn, stride_xm, stride_sm, plane_stride, stride_bls, stride_bn, rank_stride, scaling_stride, w_blocks, widths,
     GROUPS: tl.constexpr, LAYOUT: tl.constexpr, W8A8: tl.constexpr, LORA: tl.constexpr, HAS_RANK: tl.constexpr,
     HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     PLANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
@@ -156,7 +156,7 @@ def linear(
     scaling: Tensor | None = None,
     groups: Groups | None = None,
 ) -> Tensor:
-    """Launch K2 over x's codes (with ``x_scale``) or x itself (W8A16); without ``h`` it is the base projection alone."""
+    """Launch K2 over x's codes (with ``x_scale``) or x itself (W8A16); without ``h``, the bare base."""
     m, k = x.shape
     n = weight.shape[0]
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
@@ -172,8 +172,9 @@ def linear(
             y if h is None else h, tuple(b) or (y,), tuple(b_bias) or (y,), y if rank is None else rank,
             y if scaling is None else scaling, *(groups[:4] if groups is not None else (y, y, y, y)),
             m, k, r, groups.ids.shape[0] if groups is not None else 0, b[0].shape[0] if b else 0, m_tiles, n_tiles,
-            weight.stride(0), x.stride(0), stride_sm, h.stride(0) if h is not None else 0, tuple(t.stride(0) for t in b) or (0,),
-            b[0].stride(1) if b else 0, stride_or_zero(rank), stride_or_zero(scaling), triton.cdiv(k, BLOCK), widths,
+            weight.stride(0), x.stride(0), stride_sm, h.stride(0) if h is not None else 0,
+            tuple(t.stride(0) for t in b) or (0,), b[0].stride(1) if b else 0, stride_or_zero(rank),
+            stride_or_zero(scaling), triton.cdiv(k, BLOCK), widths,
             GROUPS=triton.next_power_of_2(groups.ids.shape[0]) if groups is not None else 1,
             LAYOUT=LAYOUTS[layout], W8A8=x_scale is not None, LORA=lora, HAS_RANK=rank is not None,
             HAS_SCALING=scaling is not None, HAS_LORA_BIAS=bool(b_bias), HAS_BIAS=bias is not None,
@@ -181,5 +182,8 @@ def linear(
             BM=config.block_m, BN=config.block_n, BK=config.block_k,
             BR=min(max(triton.next_power_of_2(r), 16), config.block_r), SWIZZLE=8, STAGES=config.num_stages,
             num_warps=config.num_warps,
+            # a product fused into the bias's sum would round rows without adapter otherwise than the bare base does;
+            # block scales have their products inside the main loop, which both share
+            enable_fp_fusion=layout == "block",
         )  # fmt: skip
     return y

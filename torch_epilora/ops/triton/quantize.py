@@ -24,7 +24,7 @@ def to_codes(x):
 
 @triton.jit
 def quantize_row(x_ptr, codes_ptr, scale_ptr, K, MODE: tl.constexpr, BK: tl.constexpr):
-    """Quantize one row. The first pass finds the scale, the second reads the row again (from cache) and writes the codes."""
+    """Quantize one row: a pass to find the scale, then one that reads the row again, from cache, and writes codes."""
     cols = tl.arange(0, BK)
     if MODE == 0:
         amax = tl.zeros([BK], tl.float32)

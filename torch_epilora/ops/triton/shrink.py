@@ -1,4 +1,4 @@
-"""K1 (EpiLoRA section 3.1): the down-projection of every adapter group, with the activations quantized in the same launch."""
+"""K1 (EpiLoRA section 3.1): every adapter group's down-projection, and x's codes made in the same launch."""
 
 from dataclasses import replace
 
@@ -30,9 +30,7 @@ def shrink_kernel(
     if QUANTIZE >= 0:
         if pid < quantize_rows:
             row = pid.to(tl.int64)
-            q.quantize_row(
-                x_ptr + row * stride_xm, codes_ptr + row * K, x_scale_ptr + row * stride_sm, K, QUANTIZE, BQ
-            )
+            q.quantize_row(x_ptr + row * stride_xm, codes_ptr + row * K, x_scale_ptr + row * stride_sm, K, QUANTIZE, BQ)
             return
     pid -= quantize_rows
     split = pid % SPLIT
@@ -63,7 +61,9 @@ def shrink_kernel(
     acc = tl.zeros([BM, BR], tl.float32)
     for k0 in tl.range(begin, end, BK, num_stages=STAGES):
         x = tl.load(
-            x_ptr + rows[:, None] * stride_xm + (k0 + k)[None, :], mask=valid[:, None] & ((k0 + k) < K)[None, :], other=0.0
+            x_ptr + rows[:, None] * stride_xm + (k0 + k)[None, :],
+            mask=valid[:, None] & (k0 + k < K)[None, :],
+            other=0.0,
         )
         a = tl.load(
             a_ptr + r[None, :].to(tl.int64) * stride_ar + (k0 + k)[:, None],
@@ -88,7 +88,7 @@ def sum_planes_kernel(
     SLICES: tl.constexpr, GROUPS: tl.constexpr, HAS_SCALING: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """h = dtype(scaling * (plane 0 + plane 1 + ...)) for the rows of groups with an adapter."""
+    """Add planes: h = dtype(scaling * (plane 0 + plane 1 + ...)) for the rows of groups with an adapter."""
     group, first = row_tile(tl.program_id(0), ids_ptr, counts_ptr, num_groups, num_slots, GROUPS, BM)
     if group < 0:
         return
@@ -110,7 +110,7 @@ def sum_planes_kernel(
 
 
 def row_tiles(m: int, groups: int, block_m: int) -> int:
-    """Upper bound on the row tiles of any batch of m rows in at most ``groups`` groups: what a frozen grid must launch."""
+    """Bound the row tiles of any m rows in at most ``groups`` groups: what a frozen grid must launch."""
     return triton.cdiv(m, block_m) + min(groups, m)
 
 
@@ -157,7 +157,9 @@ def shrink_planes(
     if quantize >= 0:
         codes = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
         if quantize != q.STATIC:
-            x_scale = torch.empty((m, -(-k // BLOCK) if quantize == q.GROUP else 1), dtype=torch.float32, device=x.device)
+            x_scale = torch.empty(
+                (m, -(-k // BLOCK) if quantize == q.GROUP else 1), dtype=torch.float32, device=x.device
+            )
             stride_sm = x_scale.stride(0)
     rank_tiles, tiles = triton.cdiv(r, config.block_r), row_tiles(m, groups.ids.shape[0], config.block_m)
     quantize_rows = m if quantize >= 0 else 0
