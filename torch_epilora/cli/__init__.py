@@ -1,0 +1,1 @@
+"""The `epilora` command: `demo`, `doctor` and `bench`."""

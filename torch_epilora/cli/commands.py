@@ -1,0 +1,107 @@
+"""The commands of `epilora` and their options."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="epilora",
+    help="Many LoRA adapters together with a low-precision base model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Layout(StrEnum):
+    """How many weights share a scale."""
+
+    tensor = "tensor"
+    channel = "channel"
+    block = "block"
+
+
+class Compute(StrEnum):
+    """What the base GEMM multiplies the weight codes by."""
+
+    w8a8 = "w8a8"
+    w8a16 = "w8a16"
+
+
+def _fail(message: str) -> typer.Exit:
+    """Print a message on stderr; the caller raises what comes back."""
+    Console(stderr=True).print(f"epilora: {message}", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+@app.command()
+def demo(
+    adapters: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the three adapters; by default the shipped ones.", exists=True, file_okay=False),
+    ] = None,
+) -> None:
+    """Answer one batch with three adapters and the bare base, on a real model, and check every projection."""
+    try:
+        from torch_epilora.cli.demo import run_demo
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("torch_epilora"):
+            raise
+        raise _fail(f"{error.name} is not installed; the demo needs: pip install 'torch-epilora[demo]'") from None
+    run_demo(adapters_folder=adapters)
+
+
+@app.command()
+def doctor(
+    model_dir: Annotated[
+        Path | None,
+        typer.Argument(help="A model's folder; only its config.json is read.", exists=True, file_okay=False),
+    ] = None,
+    arch: Annotated[
+        int | None, typer.Option(help="Show the model's paths on this GPU, such as 90 for sm_90.", min=50, max=999)
+    ] = None,
+    layout: Annotated[Layout, typer.Option(help="How many weights share a scale.")] = Layout.channel,
+    compute: Annotated[Compute, typer.Option(help="Quantize activations, or take them as they are.")] = Compute.w8a8,
+    rank: Annotated[int, typer.Option(help="Rank that the adapter slots hold.", min=1, max=4096)] = 64,
+    slots: Annotated[int, typer.Option(help="Adapter slots.", min=0, max=4096)] = 8,
+) -> None:
+    """Say what this machine can do, and which path each projection of a model takes and why."""
+    from torch_epilora.cli.doctor import run_doctor
+
+    if model_dir is None and arch is not None:
+        raise typer.BadParameter("it chooses the GPU of a model's paths: give MODEL_DIR too", param_hint="--arch")
+    try:
+        run_doctor(
+            Console(), model_dir, arch=arch, layout=layout.value, compute=compute.value, rank=rank, slots=slots
+        )
+    except ValueError as error:
+        raise _fail(str(error)) from None
+
+
+@app.command()
+def bench(
+    quick: Annotated[bool, typer.Option("--quick", help="A small table, in about two minutes.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Time the plain-torch reference on the CPU.")] = False,
+    output: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.", dir_okay=False)] = None,
+) -> None:
+    """Time our paths beside plain torch on the GPU present."""
+    if not quick:
+        raise typer.BadParameter("only the quick table is there so far: epilora bench --quick")
+    from torch_epilora.cli.machine import why_no_gpu
+
+    reason = None if cpu else why_no_gpu()
+    if reason is not None:
+        raise _fail(f"nothing to measure: {reason}. `epilora bench --quick --cpu` times the reference on the CPU.")
+    if output is not None and not output.parent.is_dir():
+        raise _fail(f"--json {output}: expected a file in an existing folder, got none at {output.parent}")
+    from torch_epilora.cli.bench import run_bench
+
+    if not run_bench(Console(), cpu=cpu, output=output):
+        raise typer.Exit(1)

@@ -1,0 +1,115 @@
+"""The table of `epilora doctor MODEL_DIR`: which path each projection takes at several batch sizes, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.table import Table
+
+from torch_epilora.cli.projections import read_dtype, read_projections
+from torch_epilora.nn import ProjectionInfo
+from torch_epilora.ops.plan import Problem, make_plan
+
+__all__ = ["TOKENS", "choose_path", "paths_table"]
+
+TOKENS = tuple(1 << i for i in range(14))
+ON_CPU = "on the CPU every operator is its plain-torch reference"
+
+
+def paths_table(
+    folder: Path, arch: int | None, *, layout: str, compute: str, rank: int, slots: int
+) -> tuple[Table, list[str]]:
+    """Make the table of a model's projections.
+
+    Parameters
+    ----------
+    folder : Path
+        A model's folder; only its config.json is read.
+    arch : int or None
+        Compute capability times ten of the GPU; None is the CPU.
+    layout : str
+        Layout of the weight scales, "tensor", "channel" or "block".
+    compute : str
+        "w8a8" or "w8a16".
+    rank : int
+        Rank that the adapter slots hold.
+    slots : int
+        Adapter slots; 0 is a model without adapters.
+
+    Returns
+    -------
+    Table
+        One row a shape of projection: its paths by number of tokens, each with the number of its reason.
+    list of str
+        The reasons; the first has number 1.
+
+    Raises
+    ------
+    ValueError
+        Where the folder has no config.json that transformers can build a causal LM from.
+    """
+    dtype = read_dtype(folder)
+    place = "CPU" if arch is None else f"sm_{arch}"
+    table = Table(
+        title=f"Paths of {folder.resolve().name}\n"
+        f"{place}, {dtype}, {layout} scales, {compute}, {slots} slots of rank {rank}",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+    )
+    for heading in ("projection", "count", "K", "N"):
+        table.add_column(heading, justify="left" if heading == "projection" else "right")
+    table.add_column("path by number of tokens")
+    capability = None if arch is None else divmod(arch, 10)
+    reasons: list[str] = []
+    for info, count in read_projections(folder, layout=layout, compute=compute, rank=rank, slots=slots).items():
+        last: dict[tuple[str, int], int] = {}
+        for tokens in TOKENS:
+            path, reason = choose_path(info, tokens, capability, getattr(torch, dtype))
+            if reason not in reasons:
+                reasons.append(reason)
+            last[path, reasons.index(reason) + 1] = tokens
+        paths = "\n".join(f"to {tokens}: {path} ({number})" for (path, number), tokens in last.items())
+        name = "+".join(info.names).replace("_proj", "")
+        table.add_row(name, str(count), str(info.k), str(info.n), paths)
+    return table, reasons
+
+
+def choose_path(
+    info: ProjectionInfo, tokens: int, capability: tuple[int, int] | None, dtype: torch.dtype
+) -> tuple[str, str]:
+    """Say which path a projection takes, and why.
+
+    Parameters
+    ----------
+    info : ProjectionInfo
+        The projection.
+    tokens : int
+        Rows of its input.
+    capability : tuple of int or None
+        Compute capability of the GPU; None is the CPU.
+    dtype : torch.dtype
+        Of its input.
+
+    Returns
+    -------
+    str, str
+        The path and the reason.
+    """
+    if capability is None:
+        return "reference", ON_CPU
+    problem = Problem(
+        m=tokens,
+        n=info.n,
+        k=info.k,
+        rank=info.max_rank if info.slots else 0,
+        slices=len(info.slices),
+        groups=info.slots + 1,
+        layout=info.layout,
+        compute=info.compute,
+        dtype=dtype,
+        capability=capability,
+    )
+    plan = make_plan(problem)
+    return plan.path, plan.reason
