@@ -64,7 +64,7 @@ def vllm_gemm(case: Case) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]
         from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
         def blocks(weight: torch.Tensor) -> torch.Tensor:
-            codes, x_scale = per_token_group_quant_fp8(case.x, 128, column_major_scales=True)
+            codes, x_scale = per_token_group_quant_fp8(case.x, 128, column_major_scales=True, use_ue8m0=False)
             return ops.cutlass_scaled_mm(codes, weight.t(), x_scale, case.weight_scale.t(), dtype)
 
         return lambda weight: partial(blocks, weight)
@@ -78,7 +78,7 @@ def vllm_gemm(case: Case) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]
 
 
 def vllm_systems(case: Case, weights: list[torch.Tensor], slots: int) -> dict[str, list[Callable]]:
-    """Make vLLM's calls on the same arguments, where it is installed; it folds the scaling into B, so B is scaled here."""
+    """Make vLLM's calls where it is installed; it folds the scaling into B, so B is scaled here."""
     try:
         from vllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand, lora_shrink
     except ImportError:

@@ -125,6 +125,14 @@ def test_float32(dtype: torch.dtype, layout: str, compute: str) -> None:
     assert sqnr(case.run(), oracle(case)) > 60
 
 
+@pytest.mark.parametrize("m", [65, 77, 100, 129, 1001])
+@pytest.mark.parametrize(("k", "n"), [(512, 256), (640, 384), (1152, 128), (128, 128)])
+def test_block_scales_through_the_vendors_gemm(m: int, k: int, n: int) -> None:
+    case = make_case(m, k, [n], 8, 2, layout="block", device="cuda", bias=m != 77)
+    assert plan_of(*case.args()).base == "vendor"
+    assert sqnr(case.run("lora_linear_hybrid"), oracle(case)) > 40
+
+
 def test_row_strides_past_two_to_the_thirty() -> None:
     """cases.md 19: offsets that 32 bits cannot hold."""
     case = make_case(3, 64, [128], 8, 2, device="cuda", popularity="distinct")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from torch_epilora.ops import checks, reference
 from torch_epilora.ops.checks import Groups
@@ -119,7 +120,10 @@ def _vendor_gemm(call: _Call, x: Tensor, scale: Tensor) -> Tensor:
     """Multiply codes by the base weight with ``torch._scaled_mm``, row-wise or 1x128 groups by 128x128 blocks."""
     m, n = x.shape[0], call.weight.shape[0]
     if call.layout == "block":
-        x_scale, weight_scale = scale.t().contiguous().t(), call.weight_scale.t()
+        # both column by column, the weight's columns in multiples of four
+        blocks = call.weight_scale.shape[1]
+        x_scale = scale.t().contiguous().t()
+        weight_scale = functional.pad(call.weight_scale, (0, -blocks % 4))[:, :blocks].t()
     else:
         x_scale = scale.reshape(-1, 1).expand(m, 1).contiguous()
         weight_scale = call.weight_scale.reshape(1, -1).expand(1, n).contiguous()

@@ -180,8 +180,8 @@ def vendor_refusal(problem: Problem) -> str | None:
     """Say why ``torch._scaled_mm`` cannot be the hybrid path's GEMM, or None if it can."""
     if problem.compute != "w8a8":
         return "it multiplies codes by codes, not w8a16"
-    if problem.layout == "block" and (problem.capability != (9, 0) or problem.n % BLOCK or problem.k % (4 * BLOCK)):
-        return "its block-scaled form needs Hopper, outputs in multiples of 128 and inputs in multiples of 512"
+    if problem.layout == "block" and (problem.capability != (9, 0) or problem.n % BLOCK or problem.k % BLOCK):
+        return "its block-scaled form needs Hopper and widths that are multiples of 128"
     if problem.dtype != torch.bfloat16:
         return "its row-wise form writes bf16 only"
     if problem.n % 16 or problem.k % 16:
@@ -193,8 +193,12 @@ def _rank_block(p: Problem, most: int) -> int:
     return min(max(16, 1 << (p.rank - 1).bit_length() if p.rank else 16), most)
 
 
+def _roomy(p: Problem) -> bool:
+    return SHARED_BYTES.get(p.capability, 0) > 128 << 10
+
+
 def _gemm(p: Problem) -> Gemm:
-    roomy = SHARED_BYTES.get(p.capability, 0) > 128 << 10
+    roomy = _roomy(p)
     wide_x, blocks = p.compute == "w8a16", p.layout == "block"
     if p.dtype == torch.float32:  # exact multiplications on the scalar units: correct, never fast
         return Gemm(16, 64, BLOCK if blocks else 64, 16, 4, 2)
@@ -218,7 +222,7 @@ def _gemm(p: Problem) -> Gemm:
     if block_m == 64:
         return Gemm(64, 64, BLOCK, block_r, 4, 4)
     if blocks:  # the scaled sum of each 128-block is an accumulator of its own: half the tile, or it spills
-        return Gemm(64, 128, BLOCK, block_r, 8, 4)
+        return Gemm(64, 128, BLOCK, block_r, 4, 3)
     return Gemm(128, 128, BLOCK, block_r, 8, 4 if roomy else 2)
 
 
@@ -238,10 +242,11 @@ def _shrink(p: Problem) -> Shrink:
     block_m = 16 if p.m <= 64 or rows <= 16 else 32 if rows <= 32 else 64
     block_r = _rank_block(p, 32 if p.m <= 64 else 64)
     tiles = max(-(-p.m // block_m), min(p.groups - 1, p.m)) * p.slices * -(-max(p.rank, 1) // block_r)
-    # enough blocks for two a multiprocessor, each with at least 256 inputs to add
-    split = _power_of_two(2 * MULTIPROCESSORS // tiles, min(4 if 16 < p.m <= 64 else 8, p.k // 256))
+    # large tiles fill a multiprocessor one by one, small ones two by two; each split has at least 256 inputs to add
+    blocks = MULTIPROCESSORS * (1 if block_m == 64 else 2)
+    split = _power_of_two(blocks // tiles, min(4 if 16 < p.m <= 64 else 8, p.k // 256))
     if block_m == 64:
-        return Shrink(64, block_r, 64, split, True, 4, 4)
+        return Shrink(64, block_r, BLOCK, split, True, 4, 4 if _roomy(p) else 3)
     return Shrink(block_m, block_r, BLOCK, split, p.m > 64, 4, 3)
 
 
@@ -250,9 +255,9 @@ def _expand(p: Problem) -> Expand:
         return Expand(16, 64, 32, 1, 4, 1)
     rows = _rows_a_group(p)
     block_m = 16 if rows <= 16 or p.rank % 8 else 32 if rows <= 32 else 64
-    tiles = max(-(-p.m // block_m), min(p.groups - 1, p.m)) * -(-p.n // 128)
-    run = _power_of_two(tiles // (6 * MULTIPROCESSORS), 8)
-    return Expand(block_m, 128, _rank_block(p, 64), run, 8 if block_m == 64 else 4, 2)
+    block_n = 64 if block_m == 64 else 128
+    tiles = max(-(-p.m // block_m), min(p.groups - 1, p.m)) * -(-p.n // block_n)
+    return Expand(block_m, block_n, _rank_block(p, 64), _power_of_two(tiles // (2 * MULTIPROCESSORS), 8), 4, 3)
 
 
 @lru_cache(maxsize=4096)
@@ -266,12 +271,11 @@ def _plan(problem: Problem) -> Plan:
     if problem.m <= FUSED_MAX_TOKENS and min(problem.groups - 1, problem.m) <= FUSED_MAX_ADAPTERS:
         reason = f"at most {FUSED_MAX_TOKENS} tokens and {FUSED_MAX_ADAPTERS} adapters: cheapest in the GEMM's epilogue"
         return Plan("fused", reason, "own", *tiles)
-    why = (
-        f"the library's own, since the vendor's cannot be used: {refused}"
-        if refused
-        else f"the faster is the {base} one"
-    )
-    return Plan("hybrid", f"{problem.m} tokens: adapter kernels after the GEMM; of GEMMs, {why}", base, *tiles)
+    if refused:
+        reason = f"adapter kernels after the library's own GEMM, since the vendor's cannot be used: {refused}"
+    else:
+        reason = f"adapter kernels after the GEMM; of GEMMs, the {base} one is the faster at these token counts"
+    return Plan("hybrid", reason, base, *tiles)
 
 
 def make_plan(problem: Problem) -> Plan:

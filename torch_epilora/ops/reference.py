@@ -22,6 +22,11 @@ def _to_codes(x: Tensor) -> Tensor:
     return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
+def _compact(codes: Tensor) -> Tensor:
+    # a copy, since contiguous() leaves a single row its wide stride, which the fake does not have
+    return codes.clone(memory_format=torch.contiguous_format)
+
+
 def _amax(x: Tensor, dim: int) -> Tensor:
     return x.abs().amax(dim, keepdim=True) if x.shape[dim] else x.new_zeros(*x.shape[:dim], 1)
 
@@ -41,8 +46,8 @@ def quantize_fp8_group(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = -(-k // checks.BLOCK)
     wide = functional.pad(x.float(), (0, groups * checks.BLOCK - k)).view(m, groups, checks.BLOCK)
     scale = _divide(wide.abs().amax(2).clamp_min(MIN_GROUP_AMAX), FP8_MAX)
-    codes = _to_codes(wide / scale[..., None]).view(m, -1)[:, :k].contiguous()
-    return codes, scale
+    codes = _to_codes(wide / scale[..., None]).view(m, groups * checks.BLOCK)[:, :k]
+    return _compact(codes), scale
 
 
 def quantize_fp8_static(x: Tensor, scale: Tensor) -> Tensor:
@@ -75,7 +80,7 @@ def quantize_fp8_weight(weight: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     tiles = functional.pad(weight.float(), (0, cols * side - k, 0, rows * side - n)).view(rows, side, cols, side)
     scale = _divide(tiles.abs().amax((1, 3)), FP8_MAX).clamp_min(MIN_SCALE)
     codes = _to_codes(tiles / scale[:, None, :, None]).view(rows * side, cols * side)
-    return codes[:n, :k].contiguous(), scale
+    return _compact(codes[:n, :k]), scale
 
 
 def widen(codes: Tensor) -> Tensor:
