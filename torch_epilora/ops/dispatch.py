@@ -73,7 +73,7 @@ def _checked(
     counts: Tensor,
     starts: Tensor,
     no_adapter: Tensor,
-    compute: str = "w8a8",
+    compute: str,
 ) -> _Call:
     layout = checks.check_lora_linear(
         x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, sorted_tokens, ids,

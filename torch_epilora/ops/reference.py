@@ -257,7 +257,7 @@ def lora_linear(
     counts: Tensor,
     starts: Tensor,
     no_adapter: Tensor,
-    compute: str = "w8a8",
+    compute: str,
 ) -> Tensor:
     """Compute the whole projection in fp32, rounded once; see :func:`torch_epilora.ops.lora_linear`."""
     layout = checks.check_lora_linear(

@@ -11,7 +11,7 @@ _GROUPS = "Tensor sorted_tokens, Tensor ids, Tensor counts, Tensor starts"
 _LINEAR = (
     "(Tensor x, Tensor? x_codes, Tensor? x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, "
     "Tensor[] a, Tensor[] b, Tensor[] b_bias, Tensor? rank, Tensor? scaling, "
-    f'{_GROUPS}, Tensor no_adapter, str compute="w8a8") -> Tensor'
+    f"{_GROUPS}, Tensor no_adapter, str compute) -> Tensor"
 )
 LINEAR_OPS = ("lora_linear", "lora_linear_fused", "lora_linear_hybrid")
 """The dispatching operator first, then one operator a path, all with the same arguments."""
@@ -107,10 +107,8 @@ def _(
     checks.check_expand(y, h, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts)
 
 
-def _fake_linear(x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, weight: Tensor, *rest, **kwargs) -> Tensor:
-    compute = kwargs.get("compute", rest[-1] if isinstance(rest[-1], str) else "w8a8")
-    tensors = rest[:-1] if isinstance(rest[-1], str) else rest
-    checks.check_lora_linear(*(x, x_codes, x_scale, weight, *tensors, compute))
+def _fake_linear(x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, weight: Tensor, *rest) -> Tensor:
+    checks.check_lora_linear(x, x_codes, x_scale, weight, *rest)
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 

@@ -1,0 +1,195 @@
+"""patch and unpatch: linears of a model to FP8 with adapter slots, in place, and back."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from torch_epilora.formats.fp8 import LAYOUTS, Fp8Weight
+from torch_epilora.nn.adapters import load_adapter
+from torch_epilora.nn.batch import AdapterState
+from torch_epilora.nn.convert import convert, hook, unhook
+from torch_epilora.nn.linear import LoraLinear, lora_linears
+from torch_epilora.nn.patterns import as_patterns
+from torch_epilora.nn.placing import place
+from torch_epilora.nn.select import Selection, select
+from torch_epilora.ops import dequantize_fp8
+from torch_epilora.ops.checks import COMPUTES
+
+logger = logging.getLogger("torch_epilora")
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def patch(
+    model: Model,
+    base: str = "fp8",
+    *,
+    layout: str = "channel",
+    compute: str = "w8a8",
+    targets: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] = ("lm_head",),
+    max_adapters: int = 8,
+    max_rank: int = 64,
+    slices: Mapping[str, Sequence[int]] | None = None,
+) -> Model:
+    """Make the linears of a model FP8 with adapter slots, in place (EpiLoRA section 3.1).
+
+    Linears that read the same input under one parent (q, k and v; gate and up) run as one projection. Replaced are
+    ``nn.Linear`` layers in bf16, fp16 or fp32, and subclasses that use its forward unchanged; tied weights, layers with
+    a forward of their own, parametrized ones and the output embedding are left alone. Linears under a module called
+    ``experts`` become FP8 but get no slots, since a router hands them tokens in an order of its own. Biases and
+    adapters keep the model's dtype and are frozen.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A transformers model, a ``PeftModel`` (its LoRA adapters move into slots, and the active one stays in effect
+        outside of ``adapters()``), or any module that holds ``nn.Linear`` layers.
+    base : str
+        "fp8".
+    layout : str
+        Scales of the weights: "tensor", "channel" or "block" (128x128).
+    compute : str
+        "w8a8" multiplies by activations quantized per token (per 128 channels under "block"), "w8a16" by the
+        activations as they are.
+    targets, exclude : str or iterable of str
+        Which linears: whole components of their path ("q_proj", "layers.0"), a glob over the path ("*.mlp.*"), or
+        "re:" and a regular expression that matches the whole path. None targets all.
+    max_adapters, max_rank : int
+        Slots, and the largest rank they hold. 0 adapters makes a plain FP8 model.
+    slices : mapping of str to sequence of int, optional
+        Output slices of linears that are several in one, by name or pattern. ``qkv_proj`` and ``gate_up_proj`` of a
+        transformers model are known from its config.
+
+    Returns
+    -------
+    nn.Module
+        The model itself.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        If an argument does not fit, or nothing can be patched. The model is then unchanged.
+    """
+    state = check_options(base, layout, compute, max_adapters, max_rank)
+    chosen = None if targets is None else as_patterns("targets", targets)
+    excluded = as_patterns("exclude", exclude)
+    check_plain(model)
+    if not is_peft(model):
+        selection = select(model, chosen, excluded, slices or {})
+        _quantize(selection, layout, compute, state)
+        hook(model, state)
+        return model
+    from torch_epilora.integrations.peft import SlotAdapters
+
+    moved = SlotAdapters(model)
+    with moved.plain_linears() as plain:
+        selection = select(plain, chosen, excluded, slices or {})
+        if len(moved.adapters) > max_adapters:
+            raise ValueError(
+                f"max_adapters: expected at least {len(moved.adapters)} for the model's adapters, got {max_adapters}."
+            )
+        for name, adapter in moved.adapters.items():
+            place(name, adapter, {t.path: t.spot for t in selection.targets}, max_rank)
+        _check_finite(selection)
+    _quantize(selection, layout, compute, state)
+    for name, adapter in moved.adapters.items():
+        load_adapter(plain, name, adapter)
+    moved.take_over()
+    hook(model, state)
+    return model
+
+
+def check_options(base: str, layout: str, compute: str, max_adapters: int, max_rank: int) -> AdapterState:
+    """Check the options of patch; return the state of a model patched with them."""
+    for name, value, allowed in (("base", base, ("fp8",)), ("layout", layout, LAYOUTS), ("compute", compute, COMPUTES)):
+        if value not in allowed:
+            raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}.")
+    for name, count, least in (("max_adapters", max_adapters, 0), ("max_rank", max_rank, 1)):
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{name}: expected an integer, got {type(count).__name__}.")
+        if count < least:
+            raise ValueError(f"{name}: expected at least {least}, got {count}.")
+    return AdapterState(max_adapters, max_rank)
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise unless the model is a module that was not patched yet."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}.")
+    if isinstance(model, nn.Linear):
+        raise TypeError("model: expected a module that holds linear layers, got a linear layer by itself.")
+    if lora_linears(model):
+        raise ValueError("model: it is already patched. Call unpatch() first, or load adapters into it.")
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Say whether a model is a PeftModel, without importing PEFT."""
+    return any(c.__name__ == "PeftModel" and c.__module__.startswith("peft.") for c in type(model).__mro__)
+
+
+def _check_finite(selection: Selection) -> None:
+    for target in selection.targets:
+        weight = target.module.weight
+        if not weight.is_meta and not torch.isfinite(weight).all():
+            raise ValueError(f"{target.path}.weight: expected finite values, got NaN or infinity.")
+
+
+def _quantize(selection: Selection, layout: str, compute: str, state: AdapterState) -> None:
+    _check_finite(selection)
+    for path, reason in selection.skipped.items():
+        logger.info("%s is left as it is: %s.", path, reason)
+    convert(selection.families, lambda t: Fp8Weight.quantize(t.module.weight.detach(), layout), state, compute)
+
+
+def unpatch(model: Model) -> Model:
+    """Put plain ``nn.Linear`` layers back, in place.
+
+    Their weights are the dequantized ones: what FP8 rounded away does not come back. Loaded adapters are dropped.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A patched model.
+
+    Returns
+    -------
+    nn.Module
+        The model itself.
+
+    Raises
+    ------
+    ValueError
+        If the model is not patched.
+    NotImplementedError
+        If it is a PeftModel, whose adapters live in the slots.
+    """
+    if not lora_linears(model):
+        raise ValueError("model: expected a patched model, found no patched layer in it.")
+    if is_peft(model):
+        raise NotImplementedError(
+            "model: a PeftModel's adapters live in the slots. Save them and unpatch model.get_base_model() instead."
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        plain: dict[int, nn.Linear] = {}
+        for parent in list(model.modules()):
+            for name, child in list(parent._modules.items()):
+                if isinstance(child, LoraLinear):
+                    if id(child) not in plain:
+                        plain[id(child)] = _plain(child)
+                    setattr(parent, name, plain[id(child)])
+        for module in model.modules():
+            unhook(module)
+    return model
+
+
+def _plain(linear: LoraLinear) -> nn.Linear:
+    dtype, bias = linear.group.bank.dtype, linear.bias
+    plain = nn.Linear(linear.in_features, linear.out_features, bias is not None, device="meta", dtype=dtype)
+    plain.weight = nn.Parameter(dequantize_fp8(linear.weight, linear.weight_scale, dtype))
+    if bias is not None:
+        plain.bias = nn.Parameter(bias.clone())
+    plain.train(linear.training)
+    return plain

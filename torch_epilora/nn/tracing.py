@@ -1,0 +1,35 @@
+"""What the group protocol needs at trace time, where a tensor's version cannot be compared in the graph."""
+
+from typing import Any
+
+from torch import Tensor
+
+_ATTRIBUTE = "_epilora_version"
+
+
+def note_version(x: Tensor) -> None:
+    """While dynamo traces, note x's version at the first member's call. Adds nothing to the graph."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_note)
+
+
+def check_version(x: Tensor) -> None:
+    """While dynamo traces, raise if x was modified in place since :func:`note_version`."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_check)
+
+
+def _note(context: Any) -> None:
+    fake = context.get_local("x").as_fake()
+    setattr(fake, _ATTRIBUTE, fake._version)
+
+
+def _check(context: Any) -> None:
+    fake = context.get_local("x").as_fake()
+    if getattr(fake, _ATTRIBUTE) != fake._version:
+        raise RuntimeError(
+            "x: it was modified in place between two linears that share it and run as one. Run the model once without "
+            "torch.compile, which makes it compute them separately."
+        )
