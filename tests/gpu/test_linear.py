@@ -126,7 +126,7 @@ def test_float32(dtype: torch.dtype, layout: str, compute: str) -> None:
 
 
 @pytest.mark.parametrize("m", [65, 77, 100, 129, 1001])
-@pytest.mark.parametrize(("k", "n"), [(512, 256), (640, 384), (1152, 128), (128, 128)])
+@pytest.mark.parametrize(("k", "n"), [(512, 256), (2048, 384), (512, 128)])
 def test_block_scales_through_the_vendors_gemm(m: int, k: int, n: int) -> None:
     case = make_case(m, k, [n], 8, 2, layout="block", device="cuda", bias=m != 77)
     assert plan_of(*case.args()).base == "vendor"

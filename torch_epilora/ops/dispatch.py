@@ -120,17 +120,18 @@ def _vendor_gemm(call: _Call, x: Tensor, scale: Tensor) -> Tensor:
     """Multiply codes by the base weight with ``torch._scaled_mm``, row-wise or 1x128 groups by 128x128 blocks."""
     m, n = x.shape[0], call.weight.shape[0]
     if call.layout == "block":
-        # both column by column, the weight's columns in multiples of four
-        blocks = call.weight_scale.shape[1]
-        x_scale = scale.t().contiguous().t()
-        weight_scale = functional.pad(call.weight_scale, (0, -blocks % 4))[:, :blocks].t()
+        # scales lie column by column, and columns start at multiples of 16 bytes: rows come in fours
+        x = functional.pad(x.view(torch.uint8), (0, 0, 0, -m % 4)).view(x.dtype) if m % 4 else x
+        x_scale = functional.pad(scale, (0, 0, 0, -m % 4)).t().contiguous().t()
+        weight_scale = call.weight_scale.t()
     else:
         x_scale = scale.reshape(-1, 1).expand(m, 1).contiguous()
         weight_scale = call.weight_scale.reshape(1, -1).expand(1, n).contiguous()
-    return torch._scaled_mm(
+    y = torch._scaled_mm(
         x.contiguous(), call.weight.t(), x_scale, weight_scale, bias=call.bias, out_dtype=call.x.dtype,
         use_fast_accum=call.layout != "block",
     )  # fmt: skip
+    return y[:m]
 
 
 def _base(call: _Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:

@@ -180,8 +180,8 @@ def vendor_refusal(problem: Problem) -> str | None:
     """Say why ``torch._scaled_mm`` cannot be the hybrid path's GEMM, or None if it can."""
     if problem.compute != "w8a8":
         return "it multiplies codes by codes, not w8a16"
-    if problem.layout == "block" and (problem.capability != (9, 0) or problem.n % BLOCK or problem.k % BLOCK):
-        return "its block-scaled form needs Hopper and widths that are multiples of 128"
+    if problem.layout == "block" and (problem.capability != (9, 0) or problem.n % BLOCK or problem.k % (4 * BLOCK)):
+        return "its block-scaled form needs Hopper, outputs in multiples of 128 and inputs in multiples of 512"
     if problem.dtype != torch.bfloat16:
         return "its row-wise form writes bf16 only"
     if problem.n % 16 or problem.k % 16:
@@ -242,11 +242,10 @@ def _shrink(p: Problem) -> Shrink:
     block_m = 16 if p.m <= 64 or rows <= 16 else 32 if rows <= 32 else 64
     block_r = _rank_block(p, 32 if p.m <= 64 else 64)
     tiles = max(-(-p.m // block_m), min(p.groups - 1, p.m)) * p.slices * -(-max(p.rank, 1) // block_r)
-    # large tiles fill a multiprocessor one by one, small ones two by two; each split has at least 256 inputs to add
-    blocks = MULTIPROCESSORS * (1 if block_m == 64 else 2)
-    split = _power_of_two(blocks // tiles, min(4 if 16 < p.m <= 64 else 8, p.k // 256))
+    # enough blocks for two a multiprocessor, each with at least 256 inputs to add
+    split = _power_of_two(2 * MULTIPROCESSORS // tiles, min(4 if 16 < p.m <= 64 else 8, p.k // 256))
     if block_m == 64:
-        return Shrink(64, block_r, BLOCK, split, True, 4, 4 if _roomy(p) else 3)
+        return Shrink(64, block_r, 64, split, True, 4, 4)
     return Shrink(block_m, block_r, BLOCK, split, p.m > 64, 4, 3)
 
 
