@@ -151,7 +151,10 @@ def check_codes(x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, layou
 
 def check_groups(x: Tensor, sorted_tokens: Tensor, ids: Tensor, counts: Tensor, starts: Tensor) -> None:
     """Raise unless the batch metadata has the shapes of :class:`Groups` for x's rows."""
+    device = x.device
     for name, t in (("sorted_tokens", sorted_tokens), ("ids", ids), ("counts", counts), ("starts", starts)):
+        if t.dtype == torch.int32 and t.dim() == 1 and t.device == device and t.is_contiguous():
+            continue
         _dtype(name, t, (torch.int32,))
         if t.dim() != 1 or not t.is_contiguous():
             raise _fail(name, "a contiguous vector", f"shape {tuple(t.shape)}, strides {tuple(t.stride())}")
@@ -168,8 +171,13 @@ def check_a(x: Tensor, a: list[Tensor]) -> tuple[int, int]:
     """Raise unless every A is [slots, rank, K] alike and fits x; return (slots, rank)."""
     if not 1 <= len(a) <= MAX_SLICES:
         raise _fail("a", f"1 to {MAX_SLICES} tensors, one a slice", f"{len(a)}")
-    first = a[0]
+    first, dtype, device = a[0], x.dtype, x.device
+    shape, strides, k = first.shape, first.stride(), x.shape[1]
     for i, t in enumerate(a):
+        # one test for the usual case, since this runs at every call of the operator; what follows says what is wrong
+        if t.dtype == dtype and t.device == device and t.shape == shape and t.stride() == strides:
+            if len(shape) == 3 and shape[2] == k and strides[2] == 1:
+                continue
         name = f"a[{i}]"
         if t.dim() != 3:
             raise _fail(name, f"[slots, rank, {x.shape[1]}]", f"shape {tuple(t.shape)}")
@@ -177,12 +185,12 @@ def check_a(x: Tensor, a: list[Tensor]) -> tuple[int, int]:
         _device(name, t, x)
         if t.shape[2] != x.shape[1]:
             raise _fail(name, f"[slots, rank, {x.shape[1]}] to match x", f"shape {tuple(t.shape)}")
-        if t.shape != first.shape or t.stride() != first.stride():
-            raise _fail(name, f"the shape and strides of a[0], {tuple(first.shape)}", f"shape {tuple(t.shape)}")
+        if t.shape != shape or t.stride() != strides:
+            raise _fail(name, f"the shape and strides of a[0], {tuple(shape)}", f"shape {tuple(t.shape)}")
         _inner_contiguous(name, t)
-    if first.shape[0] < 1 or first.shape[1] < 1:
-        raise _fail("a[0]", "at least one slot and rank 1", f"shape {tuple(first.shape)}")
-    return first.shape[0], first.shape[1]
+    if shape[0] < 1 or shape[1] < 1:
+        raise _fail("a[0]", "at least one slot and rank 1", f"shape {tuple(shape)}")
+    return shape[0], shape[1]
 
 
 def check_b(x: Tensor, b: list[Tensor], b_bias: list[Tensor], slices: int, slots: int, rank: int, n: int) -> None:
@@ -191,8 +199,14 @@ def check_b(x: Tensor, b: list[Tensor], b_bias: list[Tensor], slices: int, slots
         raise _fail("b", f"{slices} tensors, one a slice as in a", f"{len(b)}")
     if len(b_bias) not in (0, slices):
         raise _fail("b_bias", f"no tensors or {slices}, one a slice", f"{len(b_bias)}")
-    total = 0
+    total, dtype, device = 0, x.dtype, x.device
+    row = b[0].stride(1) if b[0].dim() == 3 else 0
     for i, t in enumerate(b):
+        shape, strides = t.shape, t.stride()
+        if t.dtype == dtype and t.device == device and len(shape) == 3 and strides[1:] == (row, 1):
+            if shape[0] == slots and shape[2] == rank and shape[1] > 0:
+                total += shape[1]
+                continue
         name = f"b[{i}]"
         if t.dim() != 3:
             raise _fail(name, f"[{slots}, width, {rank}]", f"shape {tuple(t.shape)}")
@@ -201,8 +215,8 @@ def check_b(x: Tensor, b: list[Tensor], b_bias: list[Tensor], slices: int, slots
         if t.shape[0] != slots or t.shape[2] != rank or t.shape[1] < 1:
             raise _fail(name, f"[{slots}, width, {rank}] to match a", f"shape {tuple(t.shape)}")
         _inner_contiguous(name, t)
-        if t.stride(1) != b[0].stride(1):
-            raise _fail(name, f"row stride {b[0].stride(1)}, that of b[0]", f"{t.stride(1)}", "Call .contiguous().")
+        if t.stride(1) != row:
+            raise _fail(name, f"row stride {row}, that of b[0]", f"{t.stride(1)}", "Call .contiguous().")
         total += t.shape[1]
     if total != n:
         raise _fail("b", f"slice widths that sum to the output width {n}", f"{[t.shape[1] for t in b]}")
