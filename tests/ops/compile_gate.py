@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from torch_epilora.ops.checks import Groups
-from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan
+from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan, shared_bytes
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.expand import expand_add
 from torch_epilora.ops.triton.linear import linear
@@ -57,14 +57,16 @@ class Gate:
     def __init__(self, arch: int):
         self.arch, self.capability = arch, divmod(arch, 10)
         self.limit = SHARED_BYTES[self.capability]
-        self.kernels: dict[int, tuple[str, object]] = {}
+        self.kernels: dict[int, tuple[str, int, object]] = {}
         self.label = ""
+        self.estimates: dict[str, int] = {}
         driver.set_active(NoGpu(arch))
         run = JITFunction.run
 
         def compile_only(fn, *args, grid, warmup, **kwargs):
             kernel = run(fn, *args, grid=grid, warmup=True, **kwargs)
-            self.kernels.setdefault(id(kernel), (f"{fn.__name__} {self.label}", kernel))
+            label, estimate = f"{fn.__name__} {self.label}", self.estimates.get(fn.__name__, 0)
+            self.kernels.setdefault(id(kernel), (label, estimate, kernel))
 
         JITFunction.run = compile_only
 
@@ -72,6 +74,8 @@ class Gate:
         """Launch a problem's kernels as ``dispatch`` does."""
         self.label = f"m={p.m} n={p.n} k={p.k} r={p.rank} S={p.slices} {p.layout} {p.compute} {str(p.dtype)[6:]}"
         plan = make_plan(p)
+        tiles = {"linear_kernel": plan.gemm, "shrink_kernel": plan.shrink, "expand_kernel": plan.expand}
+        self.estimates = {name: shared_bytes(config, p) for name, config in tiles.items()}
         x = torch.empty(p.m, p.k, dtype=p.dtype)
         widths = [p.n // p.slices] * p.slices
         widths[0] += p.n - sum(widths)
@@ -94,10 +98,22 @@ class Gate:
         expand_add(torch.empty(p.m, p.n, dtype=p.dtype), h, b, b_bias, ranks, scaling, g, plan.expand)
         shrink(x, a, ranks, scaling, g, plan.shrink)
 
+    def quantizers(self, dtype: torch.dtype) -> None:
+        """Launch every quantizer by itself, and the static one inside the shrink."""
+        self.label, self.estimates = f"k=4096 {str(dtype)[6:]}", {}
+        x, scale = torch.empty(16, 4096, dtype=dtype), torch.empty(1)
+        for mode in (q.TOKEN, q.GROUP, q.STATIC):
+            q.quantize(x, mode, scale if mode == q.STATIC else None)
+        vec = torch.empty(2, dtype=torch.int32)
+        g = Groups(torch.empty(16, dtype=torch.int32), vec, vec, vec, torch.tensor([False]))
+        a = [torch.empty(1, 16, 4096, dtype=dtype)]
+        config = make_plan(Problem(16, 4096, 4096, 16, 1, 2, dtype=dtype, capability=self.capability)).shrink
+        shrink_planes(x, a, None, None, g, config, quantize=q.STATIC, x_scale=scale)
+
     def report(self) -> list[dict]:
         rows = []
         with tempfile.TemporaryDirectory() as folder:
-            for i, (label, kernel) in enumerate(self.kernels.values()):
+            for i, (label, estimate, kernel) in enumerate(self.kernels.values()):
                 path = Path(folder) / f"{i}.cubin"
                 path.write_bytes(kernel.asm["cubin"])
                 usage = subprocess.run([tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True).stdout
@@ -110,6 +126,8 @@ class Gate:
                         "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
                         "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),
                         "shared": kernel.metadata.shared,
+                        "estimate": estimate,
+                        "limit": self.limit,
                         "qgmma": sass.count("QGMMA"),
                         "hgmma": sass.count("HGMMA"),
                         "hmma": sass.count("HMMA"),
@@ -119,10 +137,11 @@ class Gate:
 
 
 def problems(capability: tuple[int, int]) -> list[Problem]:
-    """Every bucket the plan tells apart, and shapes that are no multiples of anything."""
+    """Every bucket the plan tells apart on Hopper, three of them elsewhere, and shapes that are no multiples."""
+    tokens = (1, 32, 64, 256, 2048) if capability == (9, 0) else (1, 64, 2048)
     full = [
         Problem(m, 6144, 4096, 64, 3, 5, layout, compute, torch.bfloat16, capability)
-        for m, layout, compute in itertools.product((1, 32, 64, 256, 2048), ("channel", "block"), ("w8a8", "w8a16"))
+        for m, layout, compute in itertools.product(tokens, ("channel", "block"), ("w8a8", "w8a16"))
     ]
     odd = [
         Problem(7, 200, 130, 9, 2, 5, "block", "w8a8", torch.bfloat16, capability),
@@ -130,6 +149,8 @@ def problems(capability: tuple[int, int]) -> list[Problem]:
         Problem(16, 256, 256, 512, 1, 5, "tensor", "w8a8", torch.float16, capability),
         Problem(2048, 4096, 4096, 512, 2, 5, "channel", "w8a8", torch.bfloat16, capability),
         Problem(33, 1024, 1024, 320, 8, 5, "channel", "w8a8", torch.bfloat16, capability),
+        Problem(256, 1024, 1024, 16, 1, 5, "channel", "w8a8", torch.float16, capability),
+        Problem(16, 1024, 1024, 16, 1, 5, "tensor", "w8a16", torch.float16, capability),
         Problem(16, 256, 256, 16, 1, 5, "channel", "w8a8", torch.float32, capability),
         Problem(100, 256, 256, 16, 1, 5, "block", "w8a16", torch.float32, capability),
     ]
@@ -143,6 +164,8 @@ def main(arch: int) -> None:
     gate.problem(
         Problem(16, 4096, 4096, 16, 1, capability=gate.capability), slots=64, groups=65, bias=False, rank=False
     )
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        gate.quantizers(dtype)
     print(json.dumps(gate.report()))
 
 

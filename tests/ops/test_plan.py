@@ -1,0 +1,195 @@
+"""Plans: what is chosen is admitted on every GPU, what is refused says why, and token counts share a plan by bucket."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.pairwise import pairwise
+from torch_epilora.ops.plan import (
+    SHARED_BYTES,
+    Expand,
+    Gemm,
+    Problem,
+    Shrink,
+    make_plan,
+    refusal,
+    shared_bytes,
+    unsupported,
+    vendor_refusal,
+)
+
+GPUS = [(8, 9), (9, 0), (10, 0), (12, 0)]
+SHAPES = [(6144, 4096), (4096, 12288), (24576, 4096), (576, 576), (3420, 1280), (200, 130), (32, 15), (1, 1)]
+SWEEP = pairwise(
+    {
+        "m": [1, 2, 7, 16, 17, 32, 33, 64, 65, 100, 256, 257, 1000, 2048, 90_000],
+        "shape": SHAPES,
+        "rank": [0, 1, 3, 9, 16, 17, 32, 64, 96, 128, 256, 320, 512],
+        "slices": [1, 2, 3, 8, 16],
+        "groups": [1, 2, 3, 5, 9, 33, 65, 257],
+        "layout": ["tensor", "channel", "block"],
+        "compute": ["w8a8", "w8a16"],
+        "dtype": [torch.bfloat16, torch.float16, torch.float32],
+    }
+)
+PROBLEM = Problem(16, 4096, 4096, 64, 1, 5)
+ADA, BLACKWELL = {"capability": (8, 9)}, {"capability": (12, 0)}
+GEMM, SHRINK, EXPAND = Gemm(16, 64, 128, 64, 4, 4), Shrink(16, 32, 128, 4, False, 4, 3), Expand(16, 128, 64, 1, 4, 2)
+
+
+@pytest.mark.parametrize("capability", GPUS, ids=lambda c: f"sm_{c[0]}{c[1]}")
+def test_every_plan_is_admitted(capability: tuple[int, int]) -> None:
+    assert len(SWEEP) > 150
+    paths = set()
+    for row in SWEEP:
+        n, k = row["shape"]
+        p = Problem(n=n, k=k, capability=capability, **{name: v for name, v in row.items() if name != "shape"})
+        plan = make_plan(p)
+        for config in (plan.gemm, plan.shrink, plan.expand):
+            assert refusal(config, p) is None, f"{p}: {config}"
+        assert 1 <= plan.shrink.split_k <= 8 and plan.expand.run >= 1
+        assert plan.path in ("fused", "hybrid") and plan.reason
+        assert plan.base == "own" or vendor_refusal(p) is None
+        paths.add((plan.path, plan.base))
+    assert paths == {("fused", "own"), ("hybrid", "own"), ("hybrid", "vendor")}
+
+
+def test_every_gpu_of_the_gate_has_its_shared_memory() -> None:
+    assert sorted(SHARED_BYTES) == GPUS and all(99 << 10 <= size <= 227 << 10 for size in SHARED_BYTES.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "reason"),
+    [
+        (replace(GEMM, block_m=8), {}, "block_m=8 is not a power of two of at least 16"),
+        (replace(GEMM, block_n=96), {}, "block_n=96 is not a power of two of at least 16"),
+        (replace(SHRINK, block_k=0), {}, "block_k=0 is not a power of two of at least 16"),
+        (replace(EXPAND, block_r=24), {}, "block_r=24 is not a power of two of at least 16"),
+        (replace(GEMM, block_k=64), {"layout": "block"}, "block_k=64 must be 128 under 128x128 scales"),
+        (replace(GEMM, block_k=256), {"layout": "block"}, "block_k=256 must be 128 under 128x128 scales"),
+        (replace(GEMM, block_r=256), {}, "block_r=256 is more than 128 ranks at once, which spills registers"),
+        (replace(EXPAND, block_r=512), {}, "block_r=512 is more than 128 ranks at once, which spills registers"),
+        (Gemm(128, 128, 256, 64, 8, 4), {}, "needs 262144 bytes of shared memory, and a block has 232448"),
+        (Gemm(128, 128, 128, 64, 8, 4), ADA, "needs 131072 bytes of shared memory, and a block has 101376"),
+        (Shrink(64, 64, 128, 1, True, 4, 8), {}, "needs 262144 bytes of shared memory, and a block has 232448"),
+        (Expand(64, 128, 128, 1, 8, 8), BLACKWELL, "needs 278528 bytes of shared memory, and a block has 101376"),
+        (GEMM, {"capability": (8, 0)}, "compute capability 8.0 has no FP8 tensor cores; 8.9 or later has"),
+        (GEMM, {"capability": (11, 0)}, "compute capability (11, 0) is not one the kernels are built for"),
+    ],
+)  # fmt: skip
+def test_refusal_says_why(config: Gemm | Shrink | Expand, change: dict, reason: str) -> None:
+    assert refusal(config, replace(PROBLEM, **change)) == reason
+
+
+@pytest.mark.parametrize("config", [GEMM, SHRINK, EXPAND])
+def test_what_is_refused_for_one_reason_is_admitted_without_it(config: Gemm | Shrink | Expand) -> None:
+    for capability in GPUS:
+        assert refusal(config, replace(PROBLEM, capability=capability)) is None
+    assert refusal(replace(GEMM, block_k=128), replace(PROBLEM, layout="block")) is None
+    assert refusal(replace(GEMM, block_r=128), PROBLEM) is None
+    assert refusal(replace(SHRINK, block_r=256, num_stages=1), PROBLEM) is None, "K1 holds no B"
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (11, 0), (13, 0)])
+def test_other_gpus_run_the_reference_and_say_why(capability: tuple[int, int]) -> None:
+    reason = unsupported(capability)
+    assert reason is not None and all(str(part) in reason for part in capability)
+    plan = make_plan(replace(PROBLEM, capability=capability))
+    assert (plan.path, plan.base, plan.reason) == ("reference", "none", reason)
+    assert vendor_refusal(replace(PROBLEM, capability=capability)) == reason
+
+
+def test_supported_gpus() -> None:
+    assert [unsupported(c) for c in GPUS] == [None] * 4
+
+
+# --- token counts ------------------------------------------------------------------------------------------------
+
+
+def bucket(m: int) -> int:
+    size = 1
+    while size < m:
+        size *= 2
+    return size
+
+
+@pytest.mark.parametrize("compute", ["w8a8", "w8a16"])
+def test_token_counts_share_a_plan_by_powers_of_two(compute: str) -> None:
+    p = replace(PROBLEM, compute=compute)
+    for m in (*range(0, 300), 1000, 1024, 1025, 2048):
+        assert make_plan(replace(p, m=m)) is make_plan(replace(p, m=max(1, bucket(m)))), m
+
+
+def test_buckets_differ_where_they_must() -> None:
+    plans = {m: make_plan(replace(PROBLEM, m=m)) for m in (1, 16, 64, 256, 2048)}
+    assert len({plan.gemm.block_m for plan in plans.values()}) > 2
+    assert plans[1].gemm.block_m == plans[16].gemm.block_m == 16, "a decode batch takes the smallest tile of tokens"
+    assert plans[2048].path == "hybrid" and plans[2048].base == "vendor"
+    assert make_plan(replace(PROBLEM, m=1, groups=2)).path == "fused"
+
+
+def test_a_plan_is_the_same_every_time() -> None:
+    for m in (1, 100, 2048):
+        assert make_plan(replace(PROBLEM, m=m)) == make_plan(replace(PROBLEM, m=m))
+        assert hash(make_plan(replace(PROBLEM, m=m))) == hash(make_plan(replace(PROBLEM, m=m)))
+
+
+def test_ranks_bound_the_tiles() -> None:
+    for r in (1, 8, 16, 17, 64, 512):
+        plan = make_plan(replace(PROBLEM, rank=r))
+        assert 16 <= plan.gemm.block_r <= 128 and 16 <= plan.shrink.block_r <= 128 and plan.expand.block_r <= 128
+        if r <= 16:
+            assert plan.gemm.block_r == plan.shrink.block_r == plan.expand.block_r == 16
+
+
+# --- the vendor's GEMM -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"compute": "w8a16"}, "w8a16"),
+        ({"dtype": torch.float16}, "bf16 only"),
+        ({"dtype": torch.float32}, "bf16 only"),
+        ({"n": 4100}, "multiples of 16, not 4096 and 4100"),
+        ({"k": 130}, "multiples of 16, not 130 and 4096"),
+        ({"layout": "block", "capability": (8, 9)}, "Hopper"),
+        ({"layout": "block", "capability": (10, 0)}, "Hopper"),
+        ({"layout": "block", "n": 4096 + 64}, "multiples of 128"),
+    ],
+)  # fmt: skip
+def test_the_vendors_gemm_is_refused_with_a_reason(change: dict, reason: str) -> None:
+    p = replace(PROBLEM, m=2048, **change)
+    assert reason in (vendor_refusal(p) or "")
+    plan = make_plan(p)
+    assert plan.base == "own" and vendor_refusal(p) in plan.reason
+
+
+@pytest.mark.parametrize("layout", ["tensor", "channel", "block"])
+def test_the_vendors_gemm_serves_large_batches(layout: str) -> None:
+    p = replace(PROBLEM, m=2048, layout=layout)
+    assert vendor_refusal(p) is None and make_plan(p).base == "vendor"
+
+
+# --- shared memory -----------------------------------------------------------------------------------------------
+
+
+def test_shared_bytes_counts_the_pipelined_tiles() -> None:
+    # stages x (weights' codes + activations' codes), then with bf16 activations the widened weights beside them
+    assert shared_bytes(Gemm(16, 64, 256, 64, 4, 5), PROBLEM) == 5 * (64 * 256 + 16 * 256)
+    w8a16 = replace(PROBLEM, compute="w8a16")
+    assert shared_bytes(Gemm(64, 64, 64, 32, 4, 3), w8a16) == 3 * (64 * 64 + 2 * 64 * 64) + 2 * 64 * 64
+    assert shared_bytes(Shrink(16, 32, 128, 4, False, 4, 3), PROBLEM) == 3 * 2 * (16 + 32) * 128
+    # an epilogue that needs more than the main loop decides
+    assert shared_bytes(Gemm(128, 128, 16, 128, 8, 1), PROBLEM) == 2 * (128 + 128) * 128
+    assert shared_bytes(Expand(64, 128, 16, 1, 8, 2), PROBLEM) == 4 * 64 * 128
+
+
+def test_shared_bytes_grows_with_every_tile() -> None:
+    for config in (GEMM, SHRINK, EXPAND):
+        for field in ("block_m", "block_n", "block_k", "block_r", "num_stages"):
+            if hasattr(config, field):
+                larger = replace(config, **{field: 4 * getattr(config, field)})
+                assert shared_bytes(larger, PROBLEM) >= shared_bytes(config, PROBLEM)
+    assert shared_bytes(GEMM, replace(PROBLEM, compute="w8a16")) > shared_bytes(GEMM, PROBLEM)
