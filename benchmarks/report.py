@@ -46,7 +46,9 @@ def table(path: Path) -> str:
         shown = ["-" if cell is None else f"{cell:.0f}" for cell in cells]
         ratio = "-" if us.get("vllm") is None else f"{us['ours'] / us['vllm']:.2f}"
         lines.append(
-            f"| {row['model']} | {row['rank']} | {row['tokens']} | {row['adapters']} | " + " | ".join([*shown, ratio]) + " |"
+            f"| {row['model']} | {row['rank']} | {row['tokens']} | {row['adapters']} | "
+            + " | ".join([*shown, ratio])
+            + " |"
         )
     return "\n".join(lines)
 

@@ -149,14 +149,36 @@ def test_a_bare_batch_trains_x_and_bias_only() -> None:
     assert (got[2] == 0).all() and (got[3] == 0).all()
 
 
-def test_codes_scales_and_metadata_get_no_gradient() -> None:
+@pytest.mark.parametrize("name", ["weight_scale", "x_scale", "scaling"])
+def test_scales_have_no_gradient_and_say_so(name: str) -> None:
     case = make_case(6, 64, [32], 8, 2, codes="given")
     trainable(case)
-    constants = [case.weight, case.weight_scale, case.x_codes, case.x_scale, case.scaling]
-    for t in constants:
-        t.requires_grad_()
-    case.run().float().sum().backward()
-    assert all(t.grad is None for t in constants) and case.x.grad.abs().sum() > 0
+    getattr(case, name).requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"^{name}: lora_linear has no gradient for it"):
+        case.run().float().sum().backward()
+
+
+def test_other_operators_say_that_they_have_no_gradient() -> None:
+    case = make_case(6, 64, [32], 8, 2)
+    case.x.requires_grad_()
+    h = torch.ops.epilora.shrink(case.x, case.a, case.rank, case.scaling, *case.groups[:4])
+    for differentiable in (h, torch.ops.epilora.quantize_fp8_token(case.x)[1]):
+        with pytest.raises(NotImplementedError, match="shrink and the quantizers have no gradient"):
+            differentiable.float().sum().backward()
+    y = torch.zeros(6, 32, dtype=case.x.dtype)
+    with pytest.raises(NotImplementedError, match="expand_add_ has no gradient"):
+        torch.ops.epilora.expand_add_(y, h, case.b, [], case.rank, case.scaling, *case.groups[:4])
+    with torch.no_grad():
+        torch.ops.epilora.expand_add_(y, h, case.b, [], case.rank, case.scaling, *case.groups[:4])
+    assert y.abs().sum() > 0
+
+
+def test_a_second_derivative_is_refused() -> None:
+    case = make_case(6, 64, [32], 8, 2, compute="w8a16")
+    case.x.requires_grad_()
+    (dx,) = torch.autograd.grad(case.run().float().square().sum(), case.x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dx.float().sum().backward()
 
 
 @pytest.mark.parametrize("which", TRAINABLE)
@@ -312,3 +334,13 @@ def test_training_lowers_the_loss() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0]
+
+
+def test_codes_are_constants() -> None:
+    case = make_case(6, 64, [32], 8, 2, codes="given")
+    trainable(case)
+    codes = [case.weight, case.x_codes]
+    for t in codes:
+        t.requires_grad_()
+    case.run().float().sum().backward()
+    assert all(t.grad is None for t in codes) and case.x.grad.abs().sum() > 0

@@ -28,7 +28,7 @@ def case_of(**options) -> Case:
 def backward_args(case: Case) -> tuple:
     grad = torch.randn(case.x.shape[0], case.weight.shape[0]).to(case.x.dtype)
     weights = (case.weight, case.weight_scale, case.a, case.b, case.b_bias)
-    return (grad, case.x, *weights, case.rank, case.scaling, *case.groups)
+    return (grad, case.x, *weights, case.rank, case.scaling, *case.groups, True)
 
 
 def calls() -> dict[str, Call]:

@@ -145,3 +145,33 @@ def test_quantizer_bits_equal_the_reference(mode: str, dtype: torch.dtype) -> No
     want, want_scale = getattr(reference, f"quantize_fp8_{mode}")(x)
     assert torch.equal(scale, want_scale)
     assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("mode", ["token", "group", "static"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible(mode: str, bad: float) -> None:
+    from torch_epilora.ops.triton import quantize as q
+
+    x = torch.randn(3, 300)
+    x[1, 200] = bad
+    given = torch.tensor([0.37]) if mode == "static" else None
+    codes, scale = q.quantize(x, {"token": q.TOKEN, "group": q.GROUP, "static": q.STATIC}[mode], given)
+    if given is not None:
+        want, want_scale = reference.quantize_fp8_static(x, given), given
+    else:
+        want, want_scale = getattr(reference, f"quantize_fp8_{mode}")(x)
+    torch.testing.assert_close(scale, want_scale, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(codes.float(), want.float(), rtol=0, atol=0, equal_nan=True)
+    assert mode == "static" or codes[1].isnan().any()
+
+
+def test_metadata_out_of_range_reads_and_writes_nothing_outside() -> None:
+    case = make_case(4, 128, [48], 8, 2, popularity="one", poison=False, mixed_ranks=False)
+    starts = case.groups.starts.clone()
+    starts[-2] = -(2**30)
+    bad = case.groups._replace(starts=starts)
+    want = reference.shrink(case.x, case.a, case.rank, case.scaling, *bad[:4])
+    from torch_epilora.ops.triton.shrink import shrink
+
+    got = shrink(case.x, case.a, case.rank, case.scaling, bad, Shrink(16, 16, 64, 1, False, 4, 1))
+    assert torch.equal(got, want) and not want.any()

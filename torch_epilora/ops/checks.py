@@ -20,9 +20,10 @@ class Groups(NamedTuple):
     Attributes
     ----------
     sorted_tokens : Tensor
-        [M] row numbers, grouped by slot. Positions past ``counts.sum()`` may be stale: those rows are bare base.
+        [M] row numbers, grouped by slot: its first T = ``counts.sum()`` entries are a permutation of rows 0 to T-1.
+        Entries past them may be stale; rows T to M-1 are padding and bare base.
     ids : Tensor
-        [G] slot of each group; -1 (or anything outside the slots) is the bare base.
+        [G] slot of each group, no slot twice; -1 (or anything outside the slots) is the bare base. At least one.
     counts : Tensor
         [G] rows of each group; 0 for an unused entry.
     starts : Tensor
@@ -161,6 +162,8 @@ def check_groups(x: Tensor, sorted_tokens: Tensor, ids: Tensor, counts: Tensor, 
         _device(name, t, x)
     if sorted_tokens.shape[0] < x.shape[0]:
         raise _fail("sorted_tokens", f"an entry for each of x's {x.shape[0]} rows", f"{sorted_tokens.shape[0]} entries")
+    if ids.shape[0] < 1:
+        raise _fail("ids", "at least one group (-1, the bare base, if there is no other)", "an empty vector")
     if counts.shape[0] != ids.shape[0]:
         raise _fail("counts", f"{ids.shape[0]} entries, as ids has", f"{counts.shape[0]} entries")
     if starts.shape[0] < ids.shape[0]:
@@ -344,6 +347,11 @@ def check_expand(
 ) -> None:
     """Raise unless the arguments of ``expand_add_`` fit together."""
     check_matrix("y", y)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (y, h, *b, *b_bias)):
+        raise NotImplementedError(
+            "y, h, b, b_bias: expand_add_ has no gradient, and one of them requires it. Call it under torch.no_grad(), "
+            "or use lora_linear, which has one."
+        )
     if h.dim() != 3 or h.shape[0] != y.shape[0] or not h.is_contiguous():
         raise _fail("h", f"a contiguous [{y.shape[0]}, slices, rank] from shrink", f"shape {tuple(h.shape)}")
     _dtype("h", h, (y.dtype,))

@@ -134,11 +134,16 @@ def _vendor_gemm(call: _Call, x: Tensor, scale: Tensor) -> Tensor:
     return y[:m]
 
 
+def _aligned(*tensors: Tensor | None) -> bool:
+    """Say whether rows start at multiples of 16 bytes, as the vendor's GEMM asks."""
+    return all(t is None or not (t.data_ptr() % 16 or (t.dim() == 2 and t.stride(0) % 16)) for t in tensors)
+
+
 def _base(call: _Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
     """Multiply by the base weight with the plan's GEMM."""
-    return (
-        _vendor_gemm(call, x, scale) if plan.base == "vendor" and scale is not None else _own_gemm(call, plan, x, scale)
-    )
+    if plan.base == "vendor" and scale is not None and _aligned(x, call.weight, call.bias):
+        return _vendor_gemm(call, x, scale)
+    return _own_gemm(call, plan, x, scale)
 
 
 def _k1(call: _Call, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -198,7 +203,7 @@ def _linear(name: str | None):
         call = _checked(*arguments)
         problem = _problem(call)
         plan = make_plan(problem)
-        if call.x.numel() == 0:
+        if call.x.numel() == 0 or call.weight.shape[0] == 0:
             return _reference(call, plan)
         if name is not None and plan.path == "reference":
             raise ValueError(f"lora_linear_{name}: cannot run on this GPU: {plan.reason}. Use lora_linear.")

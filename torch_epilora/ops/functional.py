@@ -39,7 +39,7 @@ def adapter_groups(slots: Tensor, rows: int, num_slots: int, *, any_adapter: boo
         If ``slots`` is not int32.
     """
     order, ids, counts, starts = torch.ops.epilora.adapter_groups(slots, rows, num_slots)
-    return Groups(order, ids, counts, starts, torch.tensor([not any_adapter]))
+    return Groups(order, ids, counts, starts, torch.tensor([not any_adapter], device="cpu"))
 
 
 def lora_linear(

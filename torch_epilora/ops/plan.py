@@ -132,6 +132,7 @@ def shared_bytes(config: Gemm | Shrink | Expand, problem: Problem) -> int:
     if isinstance(config, Shrink):
         return (config.block_m + config.block_r) * config.block_k * full * config.num_stages
     tiles = (config.block_m + config.block_n * config.num_stages) * config.block_r * full
+    tiles += config.block_m * config.block_n * full * (config.num_stages - 1)
     return max(tiles, config.block_m * config.block_n * 4)
 
 

@@ -136,7 +136,7 @@ def adapter_groups(slots: Tensor, rows: int, num_slots: int) -> tuple[Tensor, Te
     """Stable sort of the rows by slot; see :func:`torch_epilora.ops.adapter_groups`."""
     checks.check_slots(slots, num_slots)
     entries = slots.shape[0]
-    if (entries == 0 and rows) or (entries and rows % entries):
+    if rows < 0 or (entries == 0 and rows) or (entries and rows % entries):
         raise ValueError(f"rows: expected a multiple of the {entries} entries of slots, got {rows}.")
     if slots.device.type == "cpu" and entries and (slots.min() < -1 or slots.max() >= num_slots):
         raise ValueError(f"slots: expected values from -1 to {num_slots - 1}, got {slots.min()} to {slots.max()}.")
@@ -144,18 +144,25 @@ def adapter_groups(slots: Tensor, rows: int, num_slots: int) -> tuple[Tensor, Te
     # a slot outside the bank cannot be reported from a GPU without a synchronization; it counts as the bare base
     row_slots = torch.where((row_slots < 0) | (row_slots >= num_slots), -1, row_slots)
     ids = torch.arange(-1, num_slots, dtype=torch.int32, device=slots.device)
-    order = torch.argsort(row_slots, stable=True).to(torch.int32)
-    counts = (row_slots[:, None] == ids[None, :]).sum(0, dtype=torch.int32)
-    starts = functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    return order, ids, counts, starts
+    ordered, order = torch.sort(row_slots, stable=True)
+    ends = torch.searchsorted(ordered, ids, right=True, out_int32=True)
+    starts = functional.pad(ends, (1, 0))
+    return order.to(torch.int32), ids, starts.diff(), starts
 
 
 def _members(
-    sorted_tokens: Tensor, ids: Tensor, counts: Tensor, starts: Tensor, slots: int
+    sorted_tokens: Tensor, ids: Tensor, counts: Tensor, starts: Tensor, slots: int, rows: int
 ) -> list[tuple[int, Tensor]]:
-    """(slot, its rows) for every group that has an adapter and rows. Reads the metadata on the host."""
-    groups = zip(ids.tolist(), counts.tolist(), starts.tolist(), strict=False)
-    return [(i, sorted_tokens[s : s + c].long()) for i, c, s in groups if 0 <= i < slots and c > 0]
+    """(slot, its rows) for every group that has an adapter and rows. Reads the metadata on the host.
+
+    As in the kernels, positions and rows outside the batch do not exist.
+    """
+    m, found = rows, []
+    for slot, count, start in zip(ids.tolist(), counts.tolist(), starts.tolist(), strict=False):
+        if 0 <= slot < slots and count > 0:
+            listed = sorted_tokens[max(start, 0) : max(min(start + count, m), 0)].long()
+            found.append((slot, listed[(listed >= 0) & (listed < m)]))
+    return found
 
 
 def _per_slot(t: Tensor | None, slice_: int, slot: int, default: float) -> float:
@@ -177,9 +184,9 @@ def shrink(
     """Down-project: h[m, s, :] = x.dtype(scaling * x[m] A_s[slot of m]^T), zero where a row has no adapter."""
     width = checks.check_shrink(x, a, rank, scaling, sorted_tokens, ids, counts, starts)
     h = x.new_zeros((x.shape[0], len(a), width))
-    for slot, rows in _members(sorted_tokens, ids, counts, starts, a[0].shape[0]):
+    for slot, rows in _members(sorted_tokens, ids, counts, starts, a[0].shape[0], x.shape[0]):
         for s, weights in enumerate(a):
-            r = min(int(_per_slot(rank, s, slot, width)), width)
+            r = max(min(int(_per_slot(rank, s, slot, width)), width), 0)
             partial = x[rows].float() @ weights[slot, :r].float().t()
             h[rows, s, :r] = (partial * _per_slot(scaling, s, slot, 1.0)).to(x.dtype)
     return h
@@ -222,7 +229,7 @@ def expand_add_(
 ) -> None:
     """Add the up-projection to y in place, y += h B^T + scaling * b_bias; rows without adapter keep their bits."""
     checks.check_expand(y, h, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts)
-    members = _members(sorted_tokens, ids, counts, starts, b[0].shape[0])
+    members = _members(sorted_tokens, ids, counts, starts, b[0].shape[0], y.shape[0])
     for slot, rows in members:
         acc = y[rows].float()
         _expand(acc, h[rows], b, b_bias, rank, scaling, [(slot, torch.arange(len(rows), device=y.device))])
@@ -278,7 +285,7 @@ def lora_linear(
         acc = operand @ widen(weight).t() * row_scale * weight_scale.reshape(1, -1)
     if a and not no_adapter.item():
         h = shrink(x, a, rank, scaling, sorted_tokens, ids, counts, starts)
-        members = _members(sorted_tokens, ids, counts, starts, a[0].shape[0])
+        members = _members(sorted_tokens, ids, counts, starts, a[0].shape[0], x.shape[0])
         _expand(acc, h, b, b_bias, rank, scaling, members)
     if bias is not None:
         acc += bias.float()

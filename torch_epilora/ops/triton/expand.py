@@ -60,7 +60,9 @@ def expand_kernel(
         return
     within = first + tl.arange(0, BM)
     position = tl.load(starts_ptr + group) + within
-    rows = tl.load(sorted_ptr + position, mask=(within < tl.load(counts_ptr + group)) & (position < M), other=-1)
+    rows = tl.load(
+        sorted_ptr + position, mask=(within < tl.load(counts_ptr + group)) & (position >= 0) & (position < M), other=-1
+    )
     valid = (rows >= 0) & (rows < M)
     rows = rows.to(tl.int64)
     scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)

@@ -18,8 +18,14 @@ _SIDE = tl.constexpr(BLOCK)
 
 @triton.jit
 def to_codes(x):
-    """e4m3 codes of fp32 values, clamped to the format's range."""
-    return tl.minimum(tl.maximum(x, -_MAX), _MAX).to(tl.float8e4nv)
+    """Make e4m3 codes of fp32 values, clamped to the format's range; NaN stays NaN."""
+    low = tl.maximum(x, -_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(low, _MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -30,8 +36,8 @@ def quantize_row(x_ptr, codes_ptr, scale_ptr, K, MODE: tl.constexpr, BK: tl.cons
         amax = tl.zeros([BK], tl.float32)
         for k in range(0, K, BK):
             x = tl.load(x_ptr + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
-            amax = tl.maximum(amax, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-        scale = tl.maximum(tl.div_rn(tl.max(amax, 0), _MAX), _MIN_SCALE)
+            amax = _larger(amax, tl.abs(x))
+        scale = _larger(tl.div_rn(tl.reduce(amax, 0, _larger), _MAX), _MIN_SCALE)
         tl.store(scale_ptr, scale)
         for k in range(0, K, BK):
             x = tl.load(x_ptr + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
@@ -42,7 +48,7 @@ def quantize_row(x_ptr, codes_ptr, scale_ptr, K, MODE: tl.constexpr, BK: tl.cons
         for k in range(0, K, BK):
             offs = k + outer[:, None] * _SIDE + inner[None, :]
             x = tl.load(x_ptr + offs, mask=offs < K, other=0.0).to(tl.float32)
-            scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), _MIN_AMAX), _MAX)
+            scale = tl.div_rn(_larger(tl.reduce(tl.abs(x), 1, _larger), _MIN_AMAX), _MAX)
             group = k // _SIDE + outer
             tl.store(scale_ptr + group, scale, mask=group * _SIDE < K)
             tl.store(codes_ptr + offs, to_codes(tl.div_rn(x, scale[:, None])), mask=offs < K)

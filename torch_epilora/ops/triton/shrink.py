@@ -46,7 +46,7 @@ def shrink_kernel(
     start = tl.load(starts_ptr + group)
     within = first + tl.arange(0, BM)
     position = start + within
-    rows = tl.load(sorted_ptr + position, mask=(within < count) & (position < M), other=-1)
+    rows = tl.load(sorted_ptr + position, mask=(within < count) & (position >= 0) & (position < M), other=-1)
     valid = (rows >= 0) & (rows < M)
     rows = rows.to(tl.int64)
     rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
@@ -96,7 +96,9 @@ def sum_planes_kernel(
     slot = tl.load(ids_ptr + group)
     within = first + tl.arange(0, BM)
     position = tl.load(starts_ptr + group) + within
-    rows = tl.load(sorted_ptr + position, mask=(within < tl.load(counts_ptr + group)) & (position < M), other=-1)
+    rows = tl.load(
+        sorted_ptr + position, mask=(within < tl.load(counts_ptr + group)) & (position >= 0) & (position < M), other=-1
+    )
     valid = (rows >= 0) & (rows < M)
     scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
     for r0 in range(0, R, BR):
