@@ -15,14 +15,14 @@ INTRO = """# First figures
 
 Time of one decoder layer's four linear projections with LoRA adapters, in microseconds, on one GPU: this library beside
 vLLM's kernels in the same run. *Bare* is the layer without adapters, activations quantized by each side (W8A8; vLLM's
-W8A16 is Marlin). *Fused* and *hybrid* are the two CUDA paths, *chosen* the one that the plan takes. Each row's tokens are
-spread evenly over its adapters. Every system's output was compared with fp64 before it was timed (over 40 dB, or no
+W8A16 is Marlin). *Fused* and *hybrid* are the two CUDA paths, *chosen* the one that the plan takes. Each row's tokens
+are spread evenly over its adapters. Every system's output was compared with fp64 before it was timed (over 40 dB, or no
 figure). CUDA graphs, weights rotated so that none comes from L2, medians of interleaved rounds. vLLM's LoRA kernels run
 their default launch configurations, as they ship. The script is `benchmarks/layer.py`; the log of what was tried is
 `benchmarks/NOTES.md`.
 
 These are the two general paths. The decode path for up to 32 tokens is not built yet, so those rows are where it starts
-from; W8A16 at few tokens, whose weights are still widened by conversion instructions, is slower than vLLM's Marlin there.
+from. W8A16 at few tokens, whose weights are still widened by conversion instructions, is slower than vLLM's Marlin.
 """
 
 
@@ -40,7 +40,7 @@ def table(path: Path) -> str:
         f"{env['gpu']}, torch {env['torch']}, Triton {env['triton']}, vLLM {env['vllm']}, commit `{env['commit']}`.",
         f"`{path.relative_to(ROOT)}`",
         "",
-        "| model | rank | tokens | adapters | bare | vLLM bare | fused | hybrid | chosen | vLLM with LoRA | chosen / vLLM |",
+        "| model | rank | tokens | adapters | bare | vLLM bare | fused | hybrid | chosen | vLLM + LoRA | chosen / vLLM |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
