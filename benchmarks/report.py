@@ -40,7 +40,7 @@ def table(path: Path) -> str:
         f"{env['gpu']}, torch {env['torch']}, Triton {env['triton']}, vLLM {env['vllm']}, commit `{env['commit']}`.",
         f"`{path.relative_to(ROOT)}`",
         "",
-        "| model | rank | tokens | adapters | bare | vLLM bare | fused | hybrid | chosen | vLLM + LoRA | chosen / vLLM |",
+        "| model | rank | tokens | adapters | bare | vLLM bare | fused | hybrid | chosen | vLLM LoRA | chosen / vLLM |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
