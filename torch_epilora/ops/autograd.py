@@ -8,6 +8,7 @@ The other operators have none and say so, since torch would only warn and drop i
 import torch
 from torch import Tensor
 
+from torch_epilora.ops.checks import Call
 from torch_epilora.ops.reference import _members, _per_slot, dequantize_fp8
 from torch_epilora.ops.schemas import LINEAR_OPS, library
 
@@ -15,12 +16,10 @@ _CONSTANTS = {2: "x_scale", 4: "weight_scale", 10: "scaling"}
 
 
 def _setup(ctx, inputs, output) -> None:
-    x, _, _, weight, weight_scale, bias, a, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts, none, _ = (
-        inputs
-    )
-    ctx.slices, ctx.b_biases, ctx.has_bias = len(a), len(b_bias), bias is not None
+    call = Call(*inputs)
+    ctx.slices, ctx.has_bias = len(call.a), call.bias is not None
     ctx.save_for_backward(
-        x, weight, weight_scale, rank, scaling, sorted_tokens, ids, counts, starts, none, *a, *b, *b_bias
+        call.x, call.weight, call.weight_scale, call.rank, call.scaling, *call.groups, *call.a, *call.b, *call.b_bias
     )
 
 

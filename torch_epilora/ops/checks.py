@@ -241,30 +241,49 @@ def check_per_slot(name: str, t: Tensor | None, dtype: torch.dtype, slices: int,
         raise _fail(name, f"a contiguous [{slots}] or [{slices}, {slots}]", f"shape {tuple(t.shape)}")
 
 
-def check_lora_linear(
-    x: Tensor,
-    x_codes: Tensor | None,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    a: list[Tensor],
-    b: list[Tensor],
-    b_bias: list[Tensor],
-    rank: Tensor | None,
-    scaling: Tensor | None,
-    sorted_tokens: Tensor,
-    ids: Tensor,
-    counts: Tensor,
-    starts: Tensor,
-    no_adapter: Tensor,
-    compute: str,
-) -> str:
-    """Raise unless the arguments of ``lora_linear`` fit together; return the weight's scale layout."""
+class Call(NamedTuple):
+    """The arguments of ``lora_linear`` in the schema's order; the function of that name says what they are."""
+
+    x: Tensor
+    x_codes: Tensor | None
+    x_scale: Tensor | None
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    a: list[Tensor]
+    b: list[Tensor]
+    b_bias: list[Tensor]
+    rank: Tensor | None
+    scaling: Tensor | None
+    sorted_tokens: Tensor
+    ids: Tensor
+    counts: Tensor
+    starts: Tensor
+    no_adapter: Tensor
+    compute: str
+
+    @property
+    def groups(self) -> Groups:
+        """Which row uses which slot."""
+        return Groups(self.sorted_tokens, self.ids, self.counts, self.starts, self.no_adapter)
+
+    @property
+    def layout(self) -> str:
+        """Layout of the weight's scale."""
+        return scale_layout(self.weight.shape, self.weight_scale)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Say whether any row may have an adapter."""
+        return bool(self.a) and not self.no_adapter.item()
+
+
+def check_call(call: Call) -> None:
+    """Raise unless the arguments of ``lora_linear`` fit together."""
+    x, bias, no_adapter, n = call.x, call.bias, call.no_adapter, call.weight.shape[0] if call.weight.dim() else 0
     check_matrix("x", x)
-    layout = check_weight(weight, weight_scale, x)
-    check_codes(x, x_codes, x_scale, layout, compute)
-    n = weight.shape[0]
+    layout = check_weight(call.weight, call.weight_scale, x)
+    check_codes(x, call.x_codes, call.x_scale, layout, call.compute)
     if bias is not None:
         _dtype("bias", bias, (x.dtype,))
         _device("bias", bias, x)
@@ -275,15 +294,14 @@ def check_lora_linear(
         raise _fail(
             "no_adapter", "one bool on the CPU, read on the host", f"{no_adapter.numel()} on {no_adapter.device}"
         )
-    if a or b:
-        slots, r = check_a(x, a)
-        check_b(x, b, b_bias, len(a), slots, r, n)
-        check_per_slot("rank", rank, torch.int32, len(a), slots, x)
-        check_per_slot("scaling", scaling, torch.float32, len(a), slots, x)
-    elif b_bias:
-        raise _fail("b_bias", "no tensors when a and b are empty", f"{len(b_bias)}")
-    check_groups(x, sorted_tokens, ids, counts, starts)
-    return layout
+    if call.a or call.b:
+        slots, r = check_a(x, call.a)
+        check_b(x, call.b, call.b_bias, len(call.a), slots, r, n)
+        check_per_slot("rank", call.rank, torch.int32, len(call.a), slots, x)
+        check_per_slot("scaling", call.scaling, torch.float32, len(call.a), slots, x)
+    elif call.b_bias:
+        raise _fail("b_bias", "no tensors when a and b are empty", f"{len(call.b_bias)}")
+    check_groups(x, call.sorted_tokens, call.ids, call.counts, call.starts)
 
 
 def check_static(x: Tensor, scale: Tensor) -> None:

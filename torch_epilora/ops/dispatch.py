@@ -6,14 +6,13 @@ hand. The decode path (a shrink with the GEMM as its programmatic dependent) wil
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from torch_epilora.ops import checks, reference
-from torch_epilora.ops.checks import Groups
+from torch_epilora.ops.checks import Call, Groups
 from torch_epilora.ops.plan import Plan, Problem, make_plan, unsupported
 from torch_epilora.ops.schemas import LINEAR_OPS, SCHEMAS, library
 
@@ -21,74 +20,26 @@ for _name in SCHEMAS:
     library.impl(_name, reference.lora_linear if _name in LINEAR_OPS else getattr(reference, _name), "CPU")
 
 
-class _Call(NamedTuple):
-    """The arguments of ``lora_linear`` after their check."""
-
-    x: Tensor
-    x_codes: Tensor | None
-    x_scale: Tensor | None
-    weight: Tensor
-    weight_scale: Tensor
-    bias: Tensor | None
-    a: list[Tensor]
-    b: list[Tensor]
-    b_bias: list[Tensor]
-    rank: Tensor | None
-    scaling: Tensor | None
-    groups: Groups
-    compute: str
-    layout: str
-
-    @property
-    def lora(self) -> bool:
-        return bool(self.a) and not self.groups.no_adapter.item()
-
-
 @lru_cache(maxsize=64)
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _problem(call: _Call) -> Problem:
+def _problem(call: Call) -> Problem:
     (m, k), n = call.x.shape, call.weight.shape[0]
     rank, slices = (call.a[0].shape[1], len(call.a)) if call.a else (0, 1)
-    groups = call.groups.ids.shape[0] if call.a else 1
+    groups = call.ids.shape[0] if call.a else 1
     return Problem(m, n, k, rank, slices, groups, call.layout, call.compute, call.x.dtype, _capability(call.x.device))
-
-
-def _checked(
-    x: Tensor,
-    x_codes: Tensor | None,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    a: list[Tensor],
-    b: list[Tensor],
-    b_bias: list[Tensor],
-    rank: Tensor | None,
-    scaling: Tensor | None,
-    sorted_tokens: Tensor,
-    ids: Tensor,
-    counts: Tensor,
-    starts: Tensor,
-    no_adapter: Tensor,
-    compute: str,
-) -> _Call:
-    layout = checks.check_lora_linear(
-        x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, sorted_tokens, ids,
-        counts, starts, no_adapter, compute,
-    )  # fmt: skip
-    groups = Groups(sorted_tokens, ids, counts, starts, no_adapter)
-    return _Call(x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, groups, compute, layout)
 
 
 def plan_of(*arguments) -> Plan:
     """Make the plan that ``lora_linear`` follows for these arguments on their GPU; for tests and benchmarks."""
-    return make_plan(_problem(_checked(*arguments)))
+    call = Call(*arguments)
+    checks.check_call(call)
+    return make_plan(_problem(call))
 
 
-def _quantizer(call: _Call) -> int:
+def _quantizer(call: Call) -> int:
     """Name the quantizer's mode for this call, -1 when nothing is to be quantized."""
     from torch_epilora.ops.triton import quantize as q
 
@@ -99,7 +50,7 @@ def _quantizer(call: _Call) -> int:
     return q.GROUP if call.layout == "block" else q.TOKEN
 
 
-def _quantized(call: _Call) -> tuple[Tensor, Tensor | None]:
+def _quantized(call: Call) -> tuple[Tensor, Tensor | None]:
     """Make the GEMM's operand and its scale, without an adapter kernel to share the launch with."""
     from torch_epilora.ops.triton import quantize as q
 
@@ -109,14 +60,14 @@ def _quantized(call: _Call) -> tuple[Tensor, Tensor | None]:
     return (call.x, None) if call.compute == "w8a16" else (call.x_codes, call.x_scale)  # type: ignore[return-value]
 
 
-def _own_gemm(call: _Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
+def _own_gemm(call: Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
     """Multiply codes, or x itself, by the base weight with K2."""
     from torch_epilora.ops.triton.linear import linear
 
     return linear(x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm)
 
 
-def _vendor_gemm(call: _Call, x: Tensor, scale: Tensor) -> Tensor:
+def _vendor_gemm(call: Call, x: Tensor, scale: Tensor) -> Tensor:
     """Multiply codes by the base weight with ``torch._scaled_mm``, row-wise or 1x128 groups by 128x128 blocks."""
     m, n = x.shape[0], call.weight.shape[0]
     if call.layout == "block":
@@ -139,14 +90,14 @@ def _aligned(*tensors: Tensor | None) -> bool:
     return all(t is None or not (t.data_ptr() % 16 or (t.dim() == 2 and t.stride(0) % 16)) for t in tensors)
 
 
-def _base(call: _Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
+def _base(call: Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
     """Multiply by the base weight with the plan's GEMM."""
     if plan.base == "vendor" and scale is not None and _aligned(x, call.weight, call.bias):
         return _vendor_gemm(call, x, scale)
     return _own_gemm(call, plan, x, scale)
 
 
-def _k1(call: _Call, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+def _k1(call: Call, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
     """h, and the GEMM's operand with its scale: made in the same launch, handed in, or x itself."""
     from torch_epilora.ops.triton.shrink import shrink_planes
 
@@ -163,11 +114,11 @@ def _k1(call: _Call, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
     return h, x if call.x_codes is None else call.x_codes, scale
 
 
-def _fused(call: _Call, plan: Plan) -> Tensor:
+def _fused(call: Call, plan: Plan) -> Tensor:
     """K1 quantizes and shrinks, K2 multiplies and adds the up-projections in its epilogue (EpiLoRA section 3.1)."""
     from torch_epilora.ops.triton.linear import linear
 
-    if not call.lora:
+    if not call.has_adapters:
         return _own_gemm(call, plan, *_quantized(call))
     h, x, scale = _k1(call, plan)
     return linear(
@@ -176,11 +127,11 @@ def _fused(call: _Call, plan: Plan) -> Tensor:
     )  # fmt: skip
 
 
-def _hybrid(call: _Call, plan: Plan) -> Tensor:
+def _hybrid(call: Call, plan: Plan) -> Tensor:
     """K1, a GEMM, then the expand into its output, which is so rounded twice: by the GEMM and by the addition."""
     from torch_epilora.ops.triton.expand import expand_add
 
-    if not call.lora:
+    if not call.has_adapters:
         return _base(call, plan, *_quantized(call))
     h, x, scale = _k1(call, plan)
     y = _base(call, plan, x, scale)
@@ -188,9 +139,8 @@ def _hybrid(call: _Call, plan: Plan) -> Tensor:
     return y
 
 
-def _reference(call: _Call, plan: Plan) -> Tensor:
-    groups = call.groups
-    return reference.lora_linear(*call[:11], *groups, call.compute)
+def _reference(call: Call, plan: Plan) -> Tensor:
+    return reference.lora_linear(*call)
 
 
 _PATHS = {"fused": _fused, "hybrid": _hybrid, "reference": _reference}
@@ -200,7 +150,8 @@ def _linear(name: str | None):
     """Make the CUDA kernel of one operator: ``name`` forces a path, None lets the plan choose."""
 
     def kernel(*arguments) -> Tensor:
-        call = _checked(*arguments)
+        call = Call(*arguments)
+        checks.check_call(call)
         problem = _problem(call)
         plan = make_plan(problem)
         if call.x.numel() == 0 or call.weight.shape[0] == 0:

@@ -247,34 +247,15 @@ def quantize_activations(
     return quantize_fp8_group(x) if layout == "block" else quantize_fp8_token(x)
 
 
-def lora_linear(
-    x: Tensor,
-    x_codes: Tensor | None,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    a: list[Tensor],
-    b: list[Tensor],
-    b_bias: list[Tensor],
-    rank: Tensor | None,
-    scaling: Tensor | None,
-    sorted_tokens: Tensor,
-    ids: Tensor,
-    counts: Tensor,
-    starts: Tensor,
-    no_adapter: Tensor,
-    compute: str,
-) -> Tensor:
+def lora_linear(*arguments) -> Tensor:
     """Compute the whole projection in fp32, rounded once; see :func:`torch_epilora.ops.lora_linear`."""
-    layout = checks.check_lora_linear(
-        x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, sorted_tokens, ids,
-        counts, starts, no_adapter, compute,
-    )  # fmt: skip
-    if compute == "w8a16":
+    call = checks.Call(*arguments)
+    checks.check_call(call)
+    x, weight, weight_scale, layout = call.x, call.weight, call.weight_scale, call.layout
+    if call.compute == "w8a16":
         operand, row_scale = x.float(), x.new_ones((), dtype=torch.float32)
     else:
-        codes, scale = quantize_activations(x, x_codes, x_scale, layout)
+        codes, scale = quantize_activations(x, call.x_codes, call.x_scale, layout)
         operand, row_scale = widen(codes), scale
         if layout == "block":
             operand = operand * scale.repeat_interleave(checks.BLOCK, 1)[:, : x.shape[1]]
@@ -283,10 +264,11 @@ def lora_linear(
         acc = operand @ dequantize_fp8(weight, weight_scale).t() * row_scale
     else:
         acc = operand @ widen(weight).t() * row_scale * weight_scale.reshape(1, -1)
-    if a and not no_adapter.item():
-        h = shrink(x, a, rank, scaling, sorted_tokens, ids, counts, starts)
-        members = _members(sorted_tokens, ids, counts, starts, a[0].shape[0], x.shape[0])
-        _expand(acc, h, b, b_bias, rank, scaling, members)
-    if bias is not None:
-        acc += bias.float()
+    if call.has_adapters:
+        groups = call.groups[:4]
+        h = shrink(x, call.a, call.rank, call.scaling, *groups)
+        members = _members(*groups, call.a[0].shape[0], x.shape[0])
+        _expand(acc, h, call.b, call.b_bias, call.rank, call.scaling, members)
+    if call.bias is not None:
+        acc += call.bias.float()
     return acc.to(x.dtype)

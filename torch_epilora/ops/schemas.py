@@ -107,9 +107,10 @@ def _(
     checks.check_expand(y, h, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts)
 
 
-def _fake_linear(x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, weight: Tensor, *rest) -> Tensor:
-    checks.check_lora_linear(x, x_codes, x_scale, weight, *rest)
-    return x.new_empty((x.shape[0], weight.shape[0]))
+def _fake_linear(*arguments) -> Tensor:
+    call = checks.Call(*arguments)
+    checks.check_call(call)
+    return call.x.new_empty((call.x.shape[0], call.weight.shape[0]))
 
 
 for _name in LINEAR_OPS:
