@@ -29,7 +29,7 @@ def adapter_groups(slots: Tensor, rows: int, num_slots: int, *, any_adapter: boo
     Returns
     -------
     Groups
-        Metadata for :func:`lora_linear`.
+        Metadata for ``lora_linear``.
 
     Raises
     ------
@@ -70,9 +70,10 @@ def lora_linear(
         e4m3 codes [N, K].
     weight_scale : Tensor
         fp32; one element (per tensor), [N] or [N, 1] (per channel) or [ceil(N/128), ceil(K/128)] (per block).
-    a, b : sequence of Tensor
-        One a slice: A [slots, R, K] and B [slots, N_i, R] in x's dtype, with the N_i summing to N. Both empty:
-        no slots.
+    a : sequence of Tensor
+        A of each output slice, [slots, R, K] in x's dtype. Empty, as ``b`` then is: no slots.
+    b : sequence of Tensor
+        B of each output slice, [slots, N_i, R] in x's dtype, with the N_i summing to N.
     groups : Groups
         Which row uses which slot.
     bias : Tensor, optional
@@ -83,9 +84,11 @@ def lora_linear(
         int32 [slots] or [slices, slots]; columns at or beyond it are not read. 0 leaves the slice bare.
     scaling : Tensor, optional
         fp32 [slots] or [slices, slots]; 1 if None.
-    x_codes, x_scale : Tensor, optional
-        The engine's own activation codes e4m3 [M, K] and scale fp32 [M, 1] ([M, ceil(K/128)] for block weights);
-        ``x_scale`` alone, one element, is a static scale to quantize x with.
+    x_codes : Tensor, optional
+        The engine's own activation codes, e4m3 [M, K]; they come with ``x_scale``.
+    x_scale : Tensor, optional
+        fp32 scale of ``x_codes``, [M, 1] ([M, ceil(K/128)] for block weights). Without codes, one element: a static
+        scale to quantize x with.
     compute : str
         "w8a8" multiplies codes by codes; "w8a16" multiplies the widened weight codes by x itself.
 

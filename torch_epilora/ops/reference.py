@@ -115,7 +115,7 @@ def dequantize_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.floa
     codes : Tensor
         e4m3 [N, K].
     scale : Tensor
-        fp32 in any layout of :func:`torch_epilora.ops.scale_layout`.
+        fp32 in any layout of ``torch_epilora.ops.scale_layout``.
     dtype : torch.dtype
         Of the result; the product is taken in fp32 and rounded once.
 

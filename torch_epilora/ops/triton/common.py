@@ -1,4 +1,7 @@
-"""Device functions the kernels share: which rows a tile has, which slice a column belongs to, an adapter's rank."""
+"""Device functions the kernels share: which rows a tile has, which slice a column belongs to, an adapter's rank.
+
+Kernels do not specialize on counts (tokens, groups, slots, tiles), so that a new batch size does not compile a kernel.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 

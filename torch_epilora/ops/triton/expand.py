@@ -35,7 +35,7 @@ def load_b(b_ptr, n, n_valid, r, rank, R, stride_bn, HAS_RANK: tl.constexpr):
     return b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "num_groups", "num_slots", "column_runs"])
 def expand_kernel(
     y_ptr, h_ptr, b_ptrs, b_bias_ptrs, rank_ptr, scaling_ptr, sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
     M, R, num_groups, num_slots, column_runs, stride_ym, plane_stride, stride_bls, stride_bn, rank_stride,

@@ -49,7 +49,7 @@ def main_loop(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "num_groups", "num_slots", "m_tiles", "n_tiles"])
 def linear_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, h_ptr, b_ptrs, b_bias_ptrs, rank_ptr, scaling_ptr,
     sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
@@ -165,7 +165,7 @@ def linear(
     widths = tuple(t.shape[1] for t in b) if lora else (n,)
     n_tiles, m_tiles = sum(triton.cdiv(w, config.block_n) for w in widths), triton.cdiv(m, config.block_m)
     r = h.shape[3] if h is not None else 1
-    stride_sm = 0 if x_scale is None or x_scale.numel() == 1 else x_scale.stride(0)
+    stride_sm = 0 if x_scale is None or x_scale.shape[0] != m else x_scale.stride(0)
     with on_device(x):
         linear_kernel[(m_tiles * n_tiles,)](
             x, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,

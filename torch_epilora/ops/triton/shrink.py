@@ -13,10 +13,10 @@ from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.common import on_device, pick, row_tile, slot_rank, slot_scaling
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "num_groups", "num_slots", "quantize_rows"])
 def shrink_kernel(
     x_ptr, codes_ptr, x_scale_ptr, h_ptr, a_ptrs, rank_ptr, scaling_ptr, sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
-    M, K, R, num_groups, num_slots, row_tiles, rank_tiles, quantize_rows,
+    M, K, R, num_groups, num_slots, rank_tiles, quantize_rows,
     stride_xm, stride_sm, stride_al, stride_ar, rank_stride, scaling_stride,
     GROUPS: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, QUANTIZE: tl.constexpr, BQ: tl.constexpr,
     BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
@@ -81,7 +81,7 @@ def shrink_kernel(
         tl.store(h_ptr + plane + offs, acc, mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "num_groups", "num_slots"])
 def sum_planes_kernel(
     planes_ptr, h_ptr, scaling_ptr, sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
     M, R, num_groups, num_slots, scaling_stride,
@@ -169,7 +169,7 @@ def shrink_planes(
         shrink_kernel[(quantize_rows + tiles * len(a) * rank_tiles * split,)](
             x, codes, x if x_scale is None else x_scale, h, tuple(a), x if rank is None else rank,
             x if scaling is None else scaling, *groups[:4],
-            m, k, r, groups.ids.shape[0], slots, tiles, rank_tiles, quantize_rows,
+            m, k, r, groups.ids.shape[0], slots, rank_tiles, quantize_rows,
             x.stride(0), stride_sm, a[0].stride(0), a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling),
             GROUPS=triton.next_power_of_2(groups.ids.shape[0]), HAS_RANK=rank is not None,
             HAS_SCALING=scaling is not None, QUANTIZE=quantize, BQ=q.row_block(k),
