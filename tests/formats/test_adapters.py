@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from torch_epilora.formats import read_adapter
 from torch_epilora.formats.adapter_config import LoraSettings
+from torch_epilora.formats.name_patterns import NamePatterns
 
 peft = pytest.importorskip("peft")
 
@@ -105,7 +106,7 @@ def test_known_scalings():
     """r=16, alpha=32: 2; rsLoRA: 8; rank 4 and alpha 64 on q alone: 16."""
     assert LoraSettings(16, 32.0).scaling_of("q_proj") == 2.0
     assert LoraSettings(16, 32.0, use_rslora=True).scaling_of("q_proj") == 8.0
-    mixed = LoraSettings(16, 32.0, {"q_proj": 4}, {"q_proj": 64.0})
+    mixed = LoraSettings(16, 32.0, NamePatterns({"q_proj": 4}), NamePatterns({"q_proj": 64.0}))
     assert mixed.scaling_of("model.layers.3.self_attn.q_proj") == 16.0 and mixed.scaling_of("k_proj") == 2.0
 
 
@@ -121,7 +122,7 @@ def test_known_scalings():
 def test_patterns_match_as_peft_matches_them(patterns, module, rslora):
     from peft.utils.other import get_pattern_key
 
-    found = LoraSettings(13, 6.0, patterns, {}, rslora)
+    found = LoraSettings(13, 6.0, NamePatterns(patterns), use_rslora=rslora)
     expected = patterns.get(get_pattern_key(patterns.keys(), module), 13)
     assert found.rank_of(module) == expected
     assert found.scaling_of(module) == 6.0 / (math.sqrt(expected) if rslora else expected)

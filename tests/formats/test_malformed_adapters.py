@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,6 +174,19 @@ def test_a_missing_file_a_dangling_link_a_folder(folder, name):
     refused(folder, f"{name}: expected a file, found none")
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_file_that_may_not_be_read(folder, name, monkeypatch):
+    real = Path.open
+
+    def deny(self, *args, **kwargs):
+        if self.name == name:
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", deny)
+    refused(folder, f"{name}: cannot be read .Permission denied.")
+
+
 @pytest.mark.parametrize(
     "source, error, message",
     [
@@ -189,6 +203,11 @@ def test_a_missing_file_a_dangling_link_a_folder(folder, name):
         (({1: torch.ones(1)}, CONFIG), TypeError, r"state_dict\[1\]: expected a tensor under a string"),
         ((STATE, {**CONFIG, "r": 3}), ValueError, "state_dict: q: expected rank 3"),
         ((STATE, {"r": 3}), ValueError, "config: expected peft_type 'LORA', got None"),
+        ("n" * 5000, ValueError, r"source: expected an existing folder, got 'n{200}\.\.\. \(5000 characters\)'"),
+        (({A: STATE[A].to_sparse(), B: STATE[B]}, CONFIG), ValueError, "q.lora_A.weight: expected a dense tensor"),
+        (({A: STATE[A], B: STATE[B].to("meta")}, CONFIG), ValueError, "q.lora_B.weight: .*on the meta device"),
+        (({"q" * 600 + ".lora_A.weight": STATE[A]}, CONFIG), ValueError, "names of at most 512 characters .*got 614"),
+        (({"q\n.lora_A.weight": STATE[A]}, CONFIG), ValueError, "without line breaks"),
     ],
 )
 def test_sources(source, error, message):

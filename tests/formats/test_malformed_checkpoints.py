@@ -299,8 +299,16 @@ def test_two_scales_for_one_weight(folder, good):
     refused(folder, "q.weight: expected one scale beside it, got q.weight_scale_inv and q.weight_scale")
 
 
+@pytest.mark.parametrize("name", ["n" * 300, "\ud800"])
+def test_a_shard_name_that_no_file_can_have(folder, name):
+    edit(folder, lambda index: index["weight_map"].update({"norm.weight": name}))
+    refused(folder, "expected a file, found none")
+
+
 def test_paths():
     with pytest.raises(TypeError, match="path: expected the path of a folder, got int"):
         read_checkpoint(3)
     with pytest.raises(ValueError, match="path: expected an existing folder, got 'not/there'"):
         read_checkpoint("not/there")
+    with pytest.raises(ValueError, match=r"path: expected an existing folder, got 'n{200}\.\.\. \(5000 characters\)'"):
+        read_checkpoint("n" * 5000)

@@ -89,6 +89,8 @@ def test_a_checkpoint_may_be_written_over_the_one_it_was_read_from(tmp_path):
         ({"others": {"n": [1]}}, TypeError, r"others\['n'\]: expected a tensor, got list"),
         ({"others": {"layers.0.weight": torch.ones(1)}}, ValueError, "expected a name that weights does not use"),
         ({"others": {"n": torch.ones(1, device="meta")}}, ValueError, "n: expected a tensor with values"),
+        ({"others": {"n": torch.eye(2).to_sparse()}}, ValueError, "n: expected a tensor with values, got a sparse one"),
+        ({"path": "n" * 5000}, ValueError, r"path: expected a folder that can be made, got 'n{200}\.\.\. .*too long"),
         ({"config": [1]}, TypeError, "config: expected a mapping or None, got list"),
         ({"config": {"dtype": torch.float32}}, TypeError, "config: expected values that JSON can hold"),
         ({"shard_bytes": 0}, ValueError, "shard_bytes: expected a positive integer, got 0"),

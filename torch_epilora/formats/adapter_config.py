@@ -1,11 +1,13 @@
 """PEFT's adapter_config.json: the rank and scaling of each module, and the variants of LoRA that we do not compute."""
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from torch_epilora.formats.name_patterns import NamePatterns
+
+V = TypeVar("V")
 # Fields that, when set, make the stored A and B mean something else than scaling * B A on the unchanged base.
 _VARIANTS = {
     "use_dora": "DoRA",
@@ -33,7 +35,7 @@ class LoraSettings:
     ----------
     rank, alpha : int, float
         Defaults for all modules.
-    rank_pattern, alpha_pattern : dict
+    rank_pattern, alpha_pattern : NamePatterns
         Overrides by a module name, a suffix of it, or a regular expression.
     use_rslora : bool
         Scaling is alpha / sqrt(rank) instead of alpha / rank.
@@ -45,28 +47,20 @@ class LoraSettings:
 
     rank: int
     alpha: float
-    rank_pattern: dict[str, int] = field(default_factory=dict)
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    rank_pattern: NamePatterns[int] = field(default_factory=lambda: NamePatterns({}))
+    alpha_pattern: NamePatterns[float] = field(default_factory=lambda: NamePatterns({}))
     use_rslora: bool = False
     lora_bias: bool = False
     extras: tuple[str, ...] = ()
 
     def rank_of(self, module: str) -> int:
         """Return the rank of ``module``."""
-        return _look_up(self.rank_pattern, module, self.rank)
+        return self.rank_pattern.find(module, self.rank)
 
     def scaling_of(self, module: str) -> float:
         """Return the factor that PEFT multiplies B A with in ``module``."""
         rank = self.rank_of(module)
-        return _look_up(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-def _look_up(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that is the whole module name or follows a dot in it, as PEFT does."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+        return self.alpha_pattern.find(module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def read_settings(config: Mapping[str, Any], where: str) -> LoraSettings:
@@ -146,13 +140,9 @@ def _flag(config: Mapping[str, Any], name: str, where: str) -> bool:
     return bool(value)
 
 
-def _pattern(config: Mapping[str, Any], name: str, check: Any, where: str) -> dict[str, Any]:
+def _pattern(config: Mapping[str, Any], name: str, check: Callable[[object, str], V], where: str) -> NamePatterns[V]:
     patterns = config.get(name) or {}
     if not isinstance(patterns, Mapping):
         raise ValueError(f"{where}: {name}: expected an object, got {type(patterns).__name__}.")
-    for pattern in patterns:
-        try:
-            re.compile(rf"(.*\.)?({pattern})$")
-        except re.error as e:
-            raise ValueError(f"{where}: {name}: expected a regular expression, got {pattern!r} ({e}).") from e
-    return {str(p): check(value, f"{where}: {name}[{p!r}]") for p, value in patterns.items()}
+    checked = {str(p): check(value, f"{where}: {name}[{str(p)[:40]!r}]") for p, value in patterns.items()}
+    return NamePatterns(checked, f"{where}: {name}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_epilora.formats.adapter_config import LoraSettings, read_settings
 from torch_epilora.formats.files import open_folder, read_json, read_safetensors, shorten
+from torch_epilora.formats.name_patterns import MAX_NAME
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -73,6 +74,8 @@ def read_adapter(
     """Read a LoRA adapter in PEFT's format.
 
     Honors ``r``, ``lora_alpha``, ``rank_pattern``, ``alpha_pattern``, ``use_rslora`` and ``lora_bias`` as PEFT does.
+    Patterns are names or simple regular expressions, which take bounded time whatever they are; see
+    ``torch_epilora.formats.name_patterns.NamePatterns``.
 
     Parameters
     ----------
@@ -91,7 +94,8 @@ def read_adapter(
         If the adapter needs something that is not supported; the message names the keys or fields.
     ValueError
         If a file or value is missing, damaged or absurd: truncated files, A without B, shapes or ranks that do not fit
-        each other or the config, NaN or infinity, a dtype other than fp32, fp16 and bf16.
+        each other or the config, NaN or infinity, a dtype other than fp32, fp16 and bf16, sparse or meta tensors,
+        names or patterns that are too long.
     TypeError
         If ``source`` is neither a path nor such a pair.
     """
@@ -103,7 +107,7 @@ def read_adapter(
         folder = open_folder("source", source)
         where = str(folder / CONFIG)
         settings = read_settings(read_json(folder, CONFIG), where)
-        if not (folder / WEIGHTS).exists() and (pickled := sorted(p.name for p in folder.glob("*.bin"))):
+        if not os.path.exists(folder / WEIGHTS) and (pickled := sorted(p.name for p in folder.glob("*.bin"))):
             raise ValueError(
                 f"{folder}: expected {WEIGHTS}, found pickled files ({shorten(pickled)}), which are never read. "
                 "Save the adapter with safetensors (PEFT's default)."
@@ -140,6 +144,11 @@ def _sort_keys(state: Mapping[str, Tensor], spot: str) -> tuple[dict[str, dict[s
     seen: dict[str, str] = {}
     for key in state:
         name = key.removeprefix(PREFIX)
+        if len(name) > MAX_NAME or "\n" in name:
+            raise ValueError(
+                f"{spot}: expected names of at most {MAX_NAME} characters without line breaks, got {len(name)} in "
+                f"{key[:80]!r}..."
+            )
         if name in seen:
             raise ValueError(f"{spot}: {key} and {seen[name]} name the same tensor; expected one of them.")
         seen[name] = key
@@ -192,6 +201,9 @@ def _pair(module: str, parts: dict[str, Tensor], settings: LoraSettings, spot: s
 
 
 def _check_tensor(spot: str, tensor: Tensor, dims: int) -> None:
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+        got = "one on the meta device" if tensor.is_meta else f"a nested or sparse one ({tensor.layout})"
+        raise ValueError(f"{spot}: expected a dense tensor with values, got {got}.")
     if tensor.dim() != dims or not tensor.numel():
         raise ValueError(f"{spot}: expected {dims} dimensions, none of them 0, got shape {_shape(tensor)}.")
     if tensor.dtype not in _DTYPES:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torch_epilora.formats.compressed_tensors import describe
-from torch_epilora.formats.files import open_folder, read_json, read_safetensors, shorten
+from torch_epilora.formats.files import cut, open_folder, read_json, read_safetensors, shorten
 from torch_epilora.formats.fp8 import Fp8Weight, canonical_scale, check_scale_values
 from torch_epilora.formats.schemes import SUPPORTED, Scheme, read_scheme
 
@@ -85,7 +85,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Fp8Checkpoint:
         If ``path`` is not a path.
     """
     folder = open_folder("path", path)
-    config = read_json(folder, "config.json") if (folder / "config.json").exists() else None
+    config = read_json(folder, "config.json") if os.path.exists(folder / "config.json") else None
     scheme = _find_scheme(folder, config)
     tensors, files = _read_tensors(folder)
     return _sort(folder, tensors, files, scheme, config)
@@ -98,7 +98,7 @@ def _find_scheme(folder: Path, config: dict[str, Any] | None) -> Scheme:
         if not isinstance(found, dict):
             raise ValueError(f"{where}: expected an object, got {type(found).__name__}.")
         return read_scheme(found, where)
-    if (folder / "hf_quant_config.json").exists():
+    if os.path.exists(folder / "hf_quant_config.json"):
         return read_scheme(read_json(folder, "hf_quant_config.json"), str(folder / "hf_quant_config.json"))
     raise ValueError(
         f"{folder}: expected a quantization_config in config.json or a hf_quant_config.json, found neither. "
@@ -108,10 +108,10 @@ def _find_scheme(folder: Path, config: dict[str, Any] | None) -> Scheme:
 
 def _read_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return all tensors and, for errors, the file that each came from."""
-    if (folder / SINGLE).exists():
+    if os.path.exists(folder / SINGLE):
         tensors = read_safetensors(folder, SINGLE)
         return tensors, dict.fromkeys(tensors, str(folder / SINGLE))
-    if not (folder / INDEX).exists():
+    if not os.path.exists(folder / INDEX):
         pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
         also = f" It holds pickled files ({shorten(pickled)}), which are never read: convert them." if pickled else ""
         raise ValueError(f"{folder}: expected {SINGLE} or {INDEX}, found neither.{also}")
@@ -234,10 +234,10 @@ def write_checkpoint(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a compressed-tensors float-quantized checkpoint, which vLLM and transformers read too.
+    """Write a compressed-tensors float-quantized checkpoint, in the layout that vLLM and transformers read.
 
     A model in the folder is replaced once all new files are complete; other files stay. A transformers model in bf16
-    or fp16 rounds the fp32 scales to its own dtype as it loads them; :func:`read_checkpoint` and vLLM do not.
+    or fp16 rounds the fp32 scales to its own dtype as it loads them; ``read_checkpoint`` does not.
 
     Parameters
     ----------
@@ -269,9 +269,12 @@ def write_checkpoint(
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected the path of a folder, got {type(path).__name__}.")
     folder = Path(path)
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise ValueError(f"path: expected a folder, got the file {str(path)!r}.")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"path: expected a folder that can be made, got {cut(str(path))!r} ({e.strerror}).") from e
     draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder))
     try:
         _write_tensors(draft, tensors, shard_bytes)
@@ -306,8 +309,9 @@ def _flatten(weights: Mapping[str, Fp8Weight], others: Mapping[str, Tensor]) -> 
         tensors[key] = tensor
     taken: dict[int, list[tuple[int, int]]] = {}
     for key, tensor in tensors.items():
-        if tensor.is_meta:
-            raise ValueError(f"{key}: expected a tensor with values, got one on the meta device.")
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            got = "one on the meta device" if tensor.is_meta else f"a sparse one ({tensor.layout})"
+            raise ValueError(f"{key}: expected a tensor with values, got {got}.")
         value = tensor.detach().contiguous()
         start, end = value.data_ptr(), value.data_ptr() + value.nbytes
         spans = taken.setdefault(value.untyped_storage().data_ptr(), [])

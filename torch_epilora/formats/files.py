@@ -21,9 +21,11 @@ def open_folder(argument: str, path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{argument}: expected the path of a folder, got {type(path).__name__}.")
     folder = Path(path)
-    if not folder.is_dir():
+    # os.path's tests, unlike Path's, say no to a path that the system cannot hold.
+    if not os.path.isdir(folder):
         raise ValueError(
-            f"{argument}: expected an existing folder, got {str(path)!r}. Nothing is downloaded: fetch the files first."
+            f"{argument}: expected an existing folder, got {cut(str(path))!r}. "
+            "Nothing is downloaded: fetch the files first."
         )
     return folder
 
@@ -41,8 +43,8 @@ def member(folder: Path, name: object) -> Path:
     if not isinstance(name, str) or name in ("", ".", "..") or any(c in name for c in "/\\\0"):
         raise ValueError(f"{folder}: expected the bare name of a file in this folder, got {name!r}.")
     file = folder / name
-    if not file.is_file():
-        raise ValueError(f"{file}: expected a file, found none.")
+    if not os.path.isfile(file):
+        raise ValueError(f"{folder / cut(name)}: expected a file, found none.")
     home, real = folder.resolve(), file.resolve()
     in_hub_cache = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
     if not (real.is_relative_to(home) or in_hub_cache):
@@ -58,6 +60,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"{file}: expected at most {MAX_JSON_BYTES} bytes of JSON, got {size}.")
     try:
         value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except OSError as e:
+        raise ValueError(f"{file}: cannot be read ({e.strerror}).") from e
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{file}: expected JSON, got what does not parse ({e or type(e).__name__}).") from e
     if not isinstance(value, dict):
@@ -90,9 +94,13 @@ def read_safetensors(folder: Path, name: str, only: Iterable[str] | None = None)
         If the file is truncated, its header lies about sizes or types, or its names are not those expected.
     """
     file = member(folder, name)
-    with file.open("rb") as f:
-        if f.read(20).startswith(b"version https://git"):
-            raise ValueError(f"{file}: a Git LFS pointer, not the tensors. Fetch the real file (git lfs pull).")
+    try:
+        with file.open("rb") as f:
+            pointer = f.read(20).startswith(b"version https://git")
+    except OSError as e:
+        raise ValueError(f"{file}: cannot be read ({e.strerror}).") from e
+    if pointer:
+        raise ValueError(f"{file}: a Git LFS pointer, not the tensors. Fetch the real file (git lfs pull).")
     try:
         with safe_open(str(file), framework="pt", device="cpu") as opened:
             names = list(opened.keys())
@@ -107,6 +115,11 @@ def _fail_names(file: Path, found: set[str], listed: set[str]) -> None:
     missing, extra = sorted(listed - found), sorted(found - listed)
     parts = [f"lacks {shorten(missing)}"] * bool(missing) + [f"also holds {shorten(extra)}"] * bool(extra)
     raise ValueError(f"{file}: expected the tensors that the index lists for it, but it {' and '.join(parts)}.")
+
+
+def cut(name: str, most: int = 200) -> str:
+    """Return a name for an error message: its beginning, if it is absurdly long."""
+    return name if len(name) <= most else f"{name[:most]}... ({len(name)} characters)"
 
 
 def shorten(names: Iterable[str], most: int = 4) -> str:

@@ -121,7 +121,7 @@ def canonical_scale(
     Returns
     -------
     Tensor
-        fp32, contiguous, in the shape that :class:`Fp8Weight` describes.
+        fp32, contiguous, in the shape that ``Fp8Weight`` describes.
 
     Raises
     ------

@@ -34,10 +34,12 @@ def as_patterns(name: str, patterns: str | Iterable[str]) -> tuple[str, ...]:
     Raises
     ------
     TypeError
-        If an entry is not a string.
+        If they are not iterable, or an entry is not a string.
     ValueError
         If an entry is empty or an invalid regular expression.
     """
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{name}: expected module names or patterns, got {type(patterns).__name__}. Use () for none.")
     entries = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for entry in entries:
         if not isinstance(entry, str):
@@ -47,6 +49,7 @@ def as_patterns(name: str, patterns: str | Iterable[str]) -> tuple[str, ...]:
         if entry.startswith("re:"):
             try:
                 re.compile(entry[3:])
-            except re.error as error:
-                raise ValueError(f"{name}: {entry!r} is not a regular expression: {error}.") from error
+            except (re.error, RecursionError, OverflowError) as error:
+                shown = entry if len(entry) <= 80 else f"{entry[:80]}..."
+                raise ValueError(f"{name}: {shown!r} is not a regular expression: {error}.") from error
     return entries
