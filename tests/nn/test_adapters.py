@@ -149,7 +149,7 @@ def test_replacing_in_place_equals_a_fresh_load_and_keeps_addresses():
     te.load_adapter(model, "a", small)
     assert addresses == {n: b.data_ptr() for n, b in model.named_buffers()}
     assert group.state.version > version
-    assert group.bank.rank[:, 0].tolist() == [0, 0, 8] and not group.bank.a[0].any() and not group.bank.b_bias[2].any()
+    assert group.bank.rank[:, 0].tolist() == [0, 0, 8] and not group.bank.a[0].any() and not group.bank.b_bias_2.any()
     assert not group.bank.a[2][0, 8:].any() and not group.bank.b[2][0, :, 8:].any()
     te.load_adapter(fresh, "a", small)
     ids = tokens(2, 5)

@@ -60,6 +60,7 @@ def test_at_most_two_compilations_over_ranks_scalings_names_and_lengths():
     )
 
 
+@torch._functorch.config.patch(enable_autograd_cache=False)  # not what another version left on the disk
 def test_inductor_with_gradients():
     plain = attention()
     model = te.patch(copy.deepcopy(plain), compute="w8a16", max_adapters=2, max_rank=8)
@@ -108,3 +109,32 @@ def test_rows_that_do_not_fit_raise_under_compile_too():
     model = te.patch(attention())
     with te.adapters(model, [None] * 3), pytest.raises(Exception, match="3 entries were given"):
         torch.compile(model, backend="eager")(torch.randn(4, 64))
+
+
+class Breaking(Changing):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x):
+        x = x * 1
+        q = self.q_proj(x)
+        torch._dynamo.graph_break()
+        if self.change:
+            x.mul_(2)
+        return q, self.k_proj(x)
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_a_graph_break_between_members(change):
+    plain = Breaking(change)
+    model = te.patch(copy.deepcopy(plain))
+    te.load_adapter(model, "a", adapter(plain, targets=("q_proj", "k_proj")))
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for i in range(4):
+            x = torch.randn(2, 64)
+            with te.adapters(model, ["a", None]), te.adapters(eager, ["a", None]):
+                for got, want in zip(compiled(x), eager(x), strict=True):
+                    torch.testing.assert_close(got, want, msg=f"call {i}")

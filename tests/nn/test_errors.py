@@ -39,6 +39,10 @@ def both_names():
     return state, config
 
 
+def hand_built(b_bias=None, scaling=1.0):
+    return Adapter({"q_proj": LoraPair(torch.ones(2, 64), torch.ones(64, 2), b_bias, scaling)})
+
+
 PATCH = {
     "model": (lambda m: te.patch("gpt"), TypeError, "model: expected an nn.Module, got str"),
     "a linear itself": (lambda m: te.patch(nn.Linear(4, 4)), TypeError, "got a linear layer by itself"),
@@ -74,6 +78,9 @@ PATCH = {
         ValueError,
         "expected at least one nn.Linear to patch, found none",
     ),
+    "exclude none": (lambda m: te.patch(m, exclude=None), TypeError, "exclude: expected module names .* got NoneType"),
+    "slices list": (lambda m: te.patch(m, slices=[64]), TypeError, "slices: expected a mapping .* got list"),
+    "slices width": (lambda m: te.patch(m, slices={"q_proj": 64}), TypeError, "slices\\['q_proj'\\]: .* got 64"),
     "exclude regex": (lambda m: te.patch(m, exclude=["re:["]), ValueError, "exclude: 're:\\['"),
     "slices": (
         lambda m: te.patch(m, slices={"q_proj": (3, 4)}),
@@ -122,6 +129,13 @@ LOAD = {
     "no alpha": (({}, {"peft_type": "LORA", "r": 8}), ValueError, "lora_alpha"),
     "head": (changed(lm_head=torch.ones(3, 3)), NotImplementedError, "lm_head.weight"),
     "empty": (({}, adapter(PLAIN)[1]), ValueError, "found none"),
+    "nan scaling": (hand_built(scaling=float("nan")), ValueError, "q_proj: expected a finite scaling, got nan"),
+    "b_bias's length": (
+        hand_built(b_bias=torch.ones(63)),
+        ValueError,
+        r"q_proj.lora_B.bias: expected \[64\], got \[63\]",
+    ),
+    "no modules": (Adapter({}), ValueError, "expected at least one module, found none"),
     "twice": (both_names(), ValueError, "adapt the same output of q_proj"),
     "fused height": (
         (
@@ -182,6 +196,11 @@ USE = {
     ),
     "no names": (lambda m: in_context(m, []), ValueError, "at least one entry"),
     "float slots": (lambda m: in_context(m, torch.zeros(2)), TypeError, "slots as an integer tensor, got float32"),
+    "meta slots": (
+        lambda m: in_context(m, torch.zeros(2, dtype=torch.int32, device="meta")),
+        TypeError,
+        "names: expected slots as a tensor with values, got one on the meta device",
+    ),
     "matrix slots": (
         lambda m: in_context(m, torch.zeros(2, 2, dtype=torch.int32)),
         ValueError,
@@ -203,6 +222,11 @@ USE = {
         lambda m: m.q_proj(torch.ones(2, 65)),
         ValueError,
         r"x: expected \[..., 64\] for q_proj, got shape \[2, 65\]",
+    ),
+    "0-d": (
+        lambda m: m.q_proj(torch.tensor(1.0)),
+        ValueError,
+        r"x: expected \[..., 64\] for q_proj, got shape \[\]",
     ),
     "activations": (
         lambda m: m.q_proj(torch.ones(2, 64).half()),

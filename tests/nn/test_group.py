@@ -9,7 +9,7 @@ from torch import nn
 
 import torch_epilora as te
 from tests.nn.helpers import CountOps, adapter, attention, llama, tokens
-from torch_epilora.nn import describe
+from torch_epilora.nn import adapter_slots, describe
 
 
 def patched(**options):
@@ -260,6 +260,24 @@ def test_meta_and_back():
     te.load_adapter(skeleton, "a", adapter(llama()))
     on_meta = te.patch(llama().to("meta"))
     assert describe(on_meta)[0].fused and on_meta.model.layers[0].mlp.up_proj.weight_scale.is_meta
+
+
+def test_a_forward_on_the_meta_device_has_shapes():
+    model = te.patch(attention().to("meta"), max_adapters=2)
+    assert [tuple(y.shape) for y in model(torch.randn(2, 3, 64, device="meta"))] == [
+        (2, 3, n) for n in (64, 32, 32, 64)
+    ]
+
+
+def test_memory_that_was_given_up_holds_no_adapters():
+    model = patched(max_adapters=2)
+    model.to("meta")
+    assert adapter_slots(model) == {}
+    model.to_empty(device="cpu")
+    bank = model.q_proj.group.bank
+    assert not any(t.any() for t in bank.buffers()) and not bank.has_b_bias
+    with pytest.raises(ValueError, match="loaded are none"), te.adapters(model, ["a"]):
+        pass
 
 
 def test_autocast_computes_in_the_models_dtype():

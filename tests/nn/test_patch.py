@@ -240,6 +240,58 @@ def test_hooks_and_training_mode_move_over():
     assert seen == [LoraLinear] and model.q_proj.training and model.q_proj.group.training
 
 
+def test_handles_taken_before_remove_their_hooks_and_hooks_survive_unpatching():
+    model, seen = attention().train(), []
+    first = model.q_proj.register_forward_hook(lambda m, a, y: seen.append("first"))
+    model.q_proj.register_full_backward_hook(lambda m, i, o: seen.append("backward"))
+    te.patch(model)
+    second = model.q_proj.register_forward_pre_hook(lambda m, a: seen.append("second"))
+    x = torch.randn(2, 64, requires_grad=True)
+    model.q_proj(x).sum().backward()
+    assert seen == ["second", "first", "backward"]
+    first.remove()
+    model.q_proj(x)
+    assert seen[3:] == ["second"]
+    te.unpatch(model)
+    model.q_proj(x).sum().backward()
+    assert seen[4:] == ["second", "backward"]
+    second.remove()
+    model.q_proj(x)
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "regional"])
+def test_a_compiled_model_has_the_paths_of_the_plain_one(part, tmp_path):
+    plain = llama()
+    model = copy.deepcopy(plain)
+    if part:
+        model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    assert te.patch(model, compute="w8a16") is model
+    other = te.patch(copy.deepcopy(plain), compute="w8a16")
+    for m in (model, other):
+        te.load_adapter(m, "a", adapter(plain))
+    ids = tokens(2, 5)
+    with torch.no_grad(), te.adapters(model, ["a", None]), te.adapters(other, ["a", None]):
+        torch.testing.assert_close(model(ids, use_cache=False).logits, other(ids, use_cache=False).logits)
+    te.save_quantized(model, tmp_path)
+    assert list(lora_linears(te.load_quantized(tmp_path))) == list(lora_linears(other))
+    te.unpatch(model)
+    assert not lora_linears(model)
+
+
+def test_linears_with_more_slices_together_than_the_operator_takes_are_not_fused():
+    plain = attention(widths=(64, 32, 32))
+    fused = te.patch(copy.deepcopy(plain), slices={"q_proj": [8] * 8, "k_proj": [8] * 4, "v_proj": [8] * 4})
+    assert [len(i.slices) for i in describe(fused)] == [16, 1]
+    apart = te.patch(copy.deepcopy(plain), slices={"q_proj": [8] * 8, "k_proj": [4] * 8, "v_proj": [32]})
+    assert [len(i.slices) for i in describe(apart)] == [8, 8, 1, 1]
+    apart(torch.randn(2, 64))
+    with pytest.raises(ValueError, match="expected at most 16 positive"):
+        te.patch(plain, slices={"k_proj": [1] * 16 + [16]})
+
+
 def test_accelerates_placement_hooks_are_no_obstacle():
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 

@@ -179,3 +179,34 @@ def test_a_default_adapter_in_use_is_not_unloaded():
         te.unload_adapter(model, "default")
     te.load_adapter(model, "third", adapter(llama()))
     te.unload_adapter(model, "third")
+
+
+@torch.no_grad()
+def test_disabling_inside_of_a_context_gives_the_bare_base():
+    model, ids = te.patch(wrapped(), compute="w8a16"), tokens(2, 4)
+    with model.disable_adapter():
+        bare = model(ids).logits
+    default = model(ids).logits
+    with te.adapters(model, ["second"]):
+        second = model(ids).logits
+        with model.disable_adapter():
+            assert torch.equal(model(ids).logits, bare)
+            with te.adapters(model, ["default"]):
+                assert torch.equal(model(ids).logits, default)
+        assert torch.equal(model(ids).logits, second)
+    assert not torch.equal(second, bare) and torch.equal(model(ids).logits, default)
+
+
+@torch.no_grad()
+def test_enabling_again_restores_the_name_and_not_the_slot():
+    model, ids = te.patch(wrapped(), compute="w8a16"), tokens(2, 4)
+    default = model(ids).logits
+    with model.disable_adapter():
+        with pytest.raises(ValueError, match="'default' is chosen for rows right now"):
+            te.unload_adapter(model, "default")
+        model.set_adapter("second")
+        te.unload_adapter(model, "default")
+        te.load_adapter(model, "other", adapter(llama()))
+    with te.adapters(model, ["second"]):
+        second = model(ids).logits
+    assert torch.equal(model(ids).logits, second) and not torch.equal(second, default)

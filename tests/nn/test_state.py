@@ -63,6 +63,17 @@ def test_a_state_dict_that_does_not_fit_is_reported():
     assert same(before, snapshot(model))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_scales_that_are_none_are_refused(value):
+    model = te.patch(llama())
+    before, state = snapshot(model), {k: v.clone() for k, v in model.state_dict().items()}
+    key = "model.layers.0.self_attn.q_proj.weight_scale"
+    state[key][3] = value
+    with pytest.raises(RuntimeError, match=f"{key}: expected values finite and not negative, got {value}"):
+        model.load_state_dict({k: v for k, v in state.items() if "q_proj" in k}, strict=False)
+    assert same(before, snapshot(model))
+
+
 @pytest.mark.parametrize("layout", ["tensor", "channel", "block"])
 @pytest.mark.parametrize(("build", "tied"), [(llama, False), (qwen3, True), (phi3, False)])
 def test_saved_and_loaded_is_the_same_model(tmp_path, layout, build, tied):

@@ -139,6 +139,104 @@ def test_own_checkpointing_outside_of_the_context_raises_and_inside_is_right():
         torch.testing.assert_close(x.grad[1], want[1])
 
 
+def checkpointed(reentrant):
+    """A model with two adapters, its input, and a forward that the caller checkpoints under given names."""
+    plain = attention()
+    model = te.patch(copy.deepcopy(plain), compute="w8a16")
+    for seed, name in enumerate(("alice", "bob")):
+        te.load_adapter(model, name, adapter(plain, seed=seed))
+    x = torch.randn(2, 64, requires_grad=True)
+
+    def run(names):
+        with te.adapters(model, names):
+            return checkpoint(model.o_proj, x, use_reentrant=reentrant).sum()
+
+    return model, x, run
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_own_checkpointing_recomputed_under_another_adapter_raises(reentrant):
+    model, x, run = checkpointed(reentrant)
+    loss = run(["alice"])
+    with te.adapters(model, ["bob"]), pytest.raises(RuntimeError, match="its adapters are not known"):
+        loss.backward()
+    assert x.grad is None
+    with te.adapters(model, ["bob"]):
+        checkpoint(model.o_proj, x, use_reentrant=reentrant).sum().backward()
+        got, x.grad = x.grad, None
+        model.o_proj(x).sum().backward()
+    assert torch.equal(got, x.grad)
+
+
+@pytest.mark.parametrize("between", [None, "bob"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_own_checkpointing_after_another_forward_raises(reentrant, between):
+    model, x, run = checkpointed(reentrant)
+    loss = run(["alice"])
+    with te.adapters(model, [between]):
+        checkpoint(model.o_proj, x, use_reentrant=reentrant)
+        with pytest.raises(RuntimeError, match="its adapters are not known"):
+            loss.backward()
+    loss = run(["alice"])
+    checkpoint(model.o_proj, x, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match="its adapters are not known"):
+        loss.backward()
+    assert x.grad is None
+
+
+def test_own_checkpointing_goes_on_over_evaluations_and_steps():
+    model, x, _ = checkpointed(reentrant=False)
+    for name in ("alice", "bob", "alice"):
+        with te.adapters(model, [name]):
+            first, second = (checkpoint(model.o_proj, x, use_reentrant=False).sum() for _ in range(2))
+            first.backward()
+            with torch.no_grad(), te.adapters(model, [None]):
+                model.o_proj(x)
+            x.grad = None
+            second.backward()
+            got, x.grad = x.grad, None
+            model.o_proj(x).sum().backward()
+        assert torch.equal(got, x.grad)
+
+
+def test_a_checkpoint_around_the_whole_model_does_not_change_its_batch():
+    _, model = trainable()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with te.adapters(model, NAMES):
+        loss = checkpoint(loss_of, model, tokens(4, 6), use_reentrant=False)
+    with te.adapters(model, NAMES[::-1]), pytest.raises(RuntimeError, match="its adapters are not known"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_enabled_inside_the_context_follows_it(reentrant):
+    _, model = trainable()
+    other = copy.deepcopy(model)
+    gradients = []
+    for m in (model, other):
+        m.enable_input_require_grads()
+        with te.adapters(m, NAMES):
+            if m is other:
+                m.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            loss = loss_of(m, tokens(4, 6))
+        with te.adapters(m, NAMES[::-1]):
+            loss.backward()
+        gradients.append(slot_gradients(m))
+    for name, want in gradients[0].items():
+        assert want.abs().sum() > 0 and torch.equal(gradients[1][name], want), name
+
+
+def test_a_recomputation_does_not_use_the_slot_of_an_unloaded_adapter():
+    _, model = trainable()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with te.adapters(model, NAMES):
+        loss = loss_of(model, tokens(4, 6))
+    te.unload_adapter(model, "b")
+    te.load_adapter(model, "mallory", adapter(llama(), r=4, seed=5))
+    with pytest.raises(RuntimeError, match=r"\['b'\] were unloaded since"):
+        loss.backward()
+
+
 def test_two_stacked_fp8_layers_pass_gradients_to_the_first():
     plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model = te.patch(copy.deepcopy(plain), compute="w8a16")

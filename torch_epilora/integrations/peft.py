@@ -76,7 +76,7 @@ class SlotAdapters:
         self._model.base_model.__class__ = _SlotLoraModel
         self._model.__class__ = _slot_model(type(self._model))  # type: ignore[arg-type]
         state, _ = patched_parts(self._model)
-        state.use_by_default(state.slots[self._active] if self._enabled else -1)
+        state.use_by_default(self._active if self._enabled else None)
 
 
 def _only_one(names: str | Sequence[str]) -> str:
@@ -106,14 +106,14 @@ class _SlotLoraModel(LoraModel):
         state, _ = patched_parts(self)
         if name not in state.slots:
             raise ValueError(f"adapter_name: expected one of {sorted(state.slots)}, got {name!r}.")
-        state.use_by_default(state.slots[name])
+        state.use_by_default(name)
         self.active_adapter = name
 
     def enable_adapter_layers(self) -> None:
         self.set_adapter(self.active_adapter)
 
     def disable_adapter_layers(self) -> None:
-        patched_parts(self)[0].use_by_default(-1)
+        patched_parts(self)[0].use_by_default(None)
 
     inject_adapter = _refuse("inject_adapter", _LOAD)
     add_weighted_adapter = _refuse("add_weighted_adapter", _LOAD)
@@ -129,12 +129,11 @@ def _slot_model(kind: type[PeftModel]) -> type[PeftModel]:
     @contextmanager
     def disable_adapter(self: Any) -> Iterator[None]:
         state, _ = patched_parts(self)
-        chosen = next(iter(state.base.used), -1)
-        state.use_by_default(-1)
+        state.enter(state.bare)
         try:
             yield
         finally:
-            state.use_by_default(chosen)
+            state.leave(state.bare)
 
     def delete_adapter(self: Any, adapter_name: str) -> None:
         if adapter_name not in self.peft_config:

@@ -59,9 +59,9 @@ def load_adapter(
     model : nn.Module
         A patched model.
     name : str
-        What :func:`adapters` calls it.
+        What ``adapters`` calls it.
     source : path, (state dict, config), or Adapter
-        A PEFT folder with safetensors, or its content. See :func:`torch_epilora.formats.adapters.read_adapter`.
+        A PEFT folder with safetensors, or its content. See ``torch_epilora.formats.read_adapter``.
     strict : bool
         False leaves out what the model has no place for, and returns it.
 
@@ -95,6 +95,7 @@ def load_adapter(
         device = group.codes.device
         bias = None if part.b_bias is None else part.b_bias.to(device)
         staged.append((group, member.slice + index, part.a.to(device), part.b.to(device), bias, part.scaling))
+    stale = any(bias is not None and group.bank.captured_without_bias for group, _, _, _, bias, _ in staged)
     for group in groups_of(linears):
         if group.bank.slots:
             group.bank.clear(slot)
@@ -102,6 +103,8 @@ def load_adapter(
         group.bank.write(slot, index, a, b, bias, scaling)
     state.slots[name] = slot
     state.version += 1
+    if stale:
+        logger.warning("adapter %r: its bias of B is not in the CUDA graphs captured so far; capture them again.", name)
     left_out = (*adapter.skipped, *unmatched)
     if left_out:
         logger.warning("adapter %r: left out: %s", name, ", ".join(left_out))
@@ -138,12 +141,12 @@ def unload_adapter(model: nn.Module, name: str) -> None:
     Raises
     ------
     TypeError, ValueError
-        If the model is not patched, no such adapter is loaded, or it is in use by a context that has not ended.
+        If the model is not patched, no such adapter is loaded, or a context that has not ended uses it.
     """
     state, linears = patched_parts(model)
     _check_name(name)
     slot = _slot(state, name)
-    if slot in state.batch.used or slot in state.base.used:
+    if state.in_use(slot):
         raise ValueError(f"name: expected an adapter that is not in use, {name!r} is chosen for rows right now.")
     for group in groups_of(linears):
         if group.bank.slots:
@@ -164,72 +167,100 @@ def adapters(model: nn.Module, names: Sequence[str | None] | Tensor) -> Abstract
 
     The rows of a forward must be as many as the names or a multiple of them: each name then covers an equal run of
     consecutive rows, as beam search and several return sequences lay them out. With one name a token instead (packed
-    input), each token has its own. Outside of any context rows are bare base. Contexts nest; they belong to the model,
-    not to the thread: threads that share a model share its context.
+    input), each token has its own. Rows are the first axis of every layer's input: a model that puts tokens first
+    ([T, B, K]) needs one name a token. Outside of any context rows are bare base. Contexts nest; they belong to the
+    model, not to the thread: threads that share a model share its context, and the last one entered that has not ended
+    is in force. Linears that share an input (q, k and v) return views of one tensor, which are not contiguous: use
+    ``reshape`` on them, not ``view``, where axes are merged.
 
     Parameters
     ----------
     model : nn.Module
         A patched model.
     names : sequence of str or None, or Tensor
-        One a row or token; None is the bare base. Or slots as an integer tensor [n], -1 for the bare base, in the order
-        that :func:`torch_epilora.nn.adapter_slots` tells.
+        One a row or token; None is the bare base. Or slot numbers as an integer tensor [n]: those that
+        ``torch_epilora.nn.adapter_slots`` gives for the names, and -1 for the bare base. A tensor on a GPU is copied to
+        the host, which waits for it.
 
     Returns
     -------
     context manager
-        To be entered once.
+        To be entered once. It takes the names' slots as it is entered.
 
     Raises
     ------
     TypeError, ValueError
-        If the model is not patched, or a name is not loaded.
+        If the model is not patched, or a name is not loaded, now or as the context is entered.
     """
     state, linears = patched_parts(model)
-    batch = AdapterBatch(_slots_of(state, names), state.num_slots)
-    for device in {m.group.codes.device for m in linears.values()}:
-        if device.type != "meta":
-            batch.prepare(device)
-    return _under(model, state, batch)
+    return _under(model, state, linears, _checked_names(state, names))
 
 
 @contextmanager
-def _under(model: nn.Module, state: AdapterState, batch: AdapterBatch) -> Iterator[None]:
+def _under(
+    model: nn.Module, state: AdapterState, linears: Mapping[str, LoraLinear], names: Sequence[str | None]
+) -> Iterator[None]:
+    # Only now: an adapter may have been unloaded since adapters() was called, and its slot may hold another.
+    slots = [-1 if name is None else _slot(state, name) for name in names]
+    batch = AdapterBatch(slots, state.num_slots, {name: state.slots[name] for name in names if name is not None})
+    for device in {m.group.codes.device for m in linears.values()}:
+        if device.type != "meta":
+            batch.prepare(device)
     follow_checkpointing(model, state)
-    outside = None if state.batch is state.base else state.batch
-    state.batch = batch
+    state.enter(batch)
     try:
         yield
     finally:
-        state.batch = state.base if outside is None else outside
+        state.leave(batch)
 
 
-def _slots_of(state: AdapterState, names: Sequence[str | None] | Tensor) -> list[int]:
+def _checked_names(state: AdapterState, names: Sequence[str | None] | Tensor) -> list[str | None]:
     if isinstance(names, Tensor):
-        return _checked_slots(state, names)
+        return _names_of(state, names)
     if isinstance(names, str) or not isinstance(names, Sequence):
         hint = f" Use [{names!r}]." if isinstance(names, str) else ""
         raise TypeError(f"names: expected a list, one adapter name or None a row, got {type(names).__name__}.{hint}")
     for name in names:
         if name is not None and not isinstance(name, str):
             raise TypeError(f"names: expected adapter names or None, got an entry of type {type(name).__name__}.")
+        if name is not None:
+            _slot(state, name)
     if not names:
         raise ValueError("names: expected at least one entry, got an empty list.")
-    return [-1 if name is None else _slot(state, name) for name in names]
+    return list(names)
 
 
-def _checked_slots(state: AdapterState, slots: Tensor) -> list[int]:
+def _names_of(state: AdapterState, slots: Tensor) -> list[str | None]:
     if slots.dtype not in _INTEGERS:
         raise TypeError(f"names: expected slots as an integer tensor, got {str(slots.dtype).removeprefix('torch.')}.")
+    if slots.is_meta:
+        raise TypeError("names: expected slots as a tensor with values, got one on the meta device.")
     if slots.dim() != 1 or not slots.numel():
         raise ValueError(f"names: expected slots as a vector [n] that is not empty, got shape {list(slots.shape)}.")
+    by_slot: dict[int, str | None] = {-1: None, **{slot: name for name, slot in state.slots.items()}}
     own = slots.tolist()
-    unknown = set(own) - {-1, *state.slots.values()}
+    unknown = set(own) - by_slot.keys()
     if unknown:
         raise ValueError(f"names: expected slots of loaded adapters {state.slots} or -1, got {sorted(unknown)}.")
-    return own
+    return [by_slot[slot] for slot in own]
 
 
 def adapter_slots(model: nn.Module) -> dict[str, int]:
-    """Return the slot of every loaded adapter by name."""
+    """Return the slot of every loaded adapter, for the slot tensor that ``adapters`` takes in place of names.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A patched model.
+
+    Returns
+    -------
+    dict of str to int
+        By name, 0 to ``max_adapters - 1``. A slot keeps its number until its adapter is unloaded.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the model is not patched.
+    """
     return dict(patched_parts(model)[0].slots)

@@ -21,7 +21,7 @@ class BatchCheckpoint:
         """Checkpoint ``function`` under the batch of now."""
         if torch.compiler.is_compiling():
             return self.original(function, *args, **kwargs)
-        return self.original(_Under(self.state, self.state.batch, function), *args, **kwargs)
+        return self.original(_Under(self.state, self.state.current(), function), *args, **kwargs)
 
 
 class _Under:
@@ -29,12 +29,14 @@ class _Under:
         self.state, self.batch, self.function = state, batch, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outside = self.state.batch, self.state.recorded
-        self.state.batch = self.state.recorded = self.batch
+        state, batch = self.state, self.batch
+        state.enter(batch)
+        state.followed += 1
         try:
             return self.function(*args, **kwargs)
         finally:
-            self.state.batch, self.state.recorded = outside
+            state.followed -= 1
+            state.leave(batch)
 
 
 def follow_checkpointing(model: nn.Module, state: AdapterState) -> None:
@@ -43,3 +45,11 @@ def follow_checkpointing(model: nn.Module, state: AdapterState) -> None:
         function = module.__dict__.get(_ATTRIBUTE)
         if function is not None and not isinstance(function, BatchCheckpoint):
             module.__dict__[_ATTRIBUTE] = BatchCheckpoint(function, state)
+
+
+def leave_checkpointing(model: nn.Module) -> None:
+    """Give the layers their own checkpoint function back."""
+    for module in model.modules():
+        function = module.__dict__.get(_ATTRIBUTE)
+        if isinstance(function, BatchCheckpoint):
+            module.__dict__[_ATTRIBUTE] = function.original

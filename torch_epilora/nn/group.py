@@ -12,7 +12,7 @@ from torch_epilora.formats.fp8 import Fp8Weight
 from torch_epilora.nn.bank import AdapterBank
 from torch_epilora.nn.batch import AdapterBatch, AdapterState
 from torch_epilora.nn.moves import move_bits, move_value
-from torch_epilora.nn.tracing import check_version, note_version
+from torch_epilora.nn.tracing import check_version, note_version, trace_number
 from torch_epilora.ops import BLOCK
 
 logger = logging.getLogger("torch_epilora")
@@ -155,7 +155,8 @@ class ProjectionGroup(nn.Module):
     def load_member(self, index: int, tensors: Mapping[str, Tensor], assign: bool) -> None:
         """Copy a member's checked ``weight``, ``weight_scale``, ``input_scale`` and ``bias`` into the buffers."""
         if assign and self.codes.is_meta:
-            self._materialize(next(iter(tensors.values())).device)
+            device = next(iter(tensors.values())).device
+            self._apply(lambda t: torch.zeros_like(t, device=device))
         targets = {
             "weight": self.member_codes(index),
             "weight_scale": self.member_scale(index),
@@ -173,9 +174,6 @@ class ProjectionGroup(nn.Module):
             self.fused = bool((static == static[0]).all())
         self._pending = None
         self.state.version += 1
-
-    def _materialize(self, device: torch.device) -> None:
-        self._apply(lambda t: torch.zeros_like(t, device=device))
 
     def _expand_scales(self) -> None:
         """Rebuild the per-row scale that stands for members with one scale each."""
@@ -221,15 +219,18 @@ class ProjectionGroup(nn.Module):
         return y.narrow(-1, m.row, m.width)
 
     def _stamp(self, x: Tensor) -> tuple[int, ...]:
-        """Say what must not change between the members' calls; a traced graph has it fixed by its own guards."""
+        """Say what must not change between the members' calls; a traced graph has it fixed by its own guards.
+
+        Only within itself: what another graph computed, before a graph break, has that one's number.
+        """
         if torch.compiler.is_dynamo_compiling():
-            return (0,)
+            return (trace_number(),)
         return (
             -1 if x.is_inference() else x._version,
             self.codes._version + sum(t._version for t in self._buffers.values() if t is not None),
             self.bank.content_version,
             torch.is_grad_enabled(),
-            torch.is_autocast_enabled(x.device.type),
+            _autocast(x),
         )
 
     def _unfuse(self) -> None:
@@ -240,12 +241,12 @@ class ProjectionGroup(nn.Module):
 
     def _compute(self, x: Tensor, batch: AdapterBatch, index: int | None) -> Tensor:
         """Run the operator for one member, or for the whole group if None."""
-        if x.shape[-1] != self.in_features:
+        if not x.dim() or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"x: expected [..., {self.in_features}] for {self.members[0].path}, got shape {list(x.shape)}."
             )
         bank, dtype, out_dtype = self.bank, self.bank.dtype, x.dtype
-        if torch.is_autocast_enabled(x.device.type):
+        if _autocast(x):
             x, out_dtype = x.to(dtype), torch.get_autocast_dtype(x.device.type)
         elif x.dtype != dtype:
             raise TypeError(
@@ -266,6 +267,8 @@ class ProjectionGroup(nn.Module):
             static = static.narrow(0, 0, 1)
         adapters: tuple[Any, ...] = ([], [], [], None, None)
         if bank.slots:
+            if not bank.has_b_bias and not torch.compiler.is_compiling() and batch.captured:
+                bank.captured_without_bias = True
             adapters = (
                 bank.a[first:last],
                 bank.b[first:last],
@@ -307,7 +310,12 @@ class ProjectionGroup(nn.Module):
         for name, tensor in self._buffers.items():
             if tensor is not None:
                 self._buffers[name] = (move_value if name == "base_bias" else move_bits)(fn, tensor)
+        before = self.bank.rank
         self.bank._apply(fn)
+        if self.codes.is_meta:
+            self.state.forget_adapters()
+        if self.bank.rank is not before and not self.state.slots:
+            self.bank.clear_all()  # to_empty() leaves anything there
         self._prepare_batches()
         self.state.version += 1
         return self
@@ -339,6 +347,10 @@ def _lay_out(weights: Sequence[Fp8Weight], paths: Sequence[str], widths: Sequenc
 
 def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return None if any(t is None for t in tensors) else torch.cat([t for t in tensors if t is not None])
+
+
+def _autocast(x: Tensor) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from torch_epilora.formats.fp8 import check_scale_values
+
 if TYPE_CHECKING:
     from torch_epilora.nn.group import ProjectionGroup
 
@@ -104,6 +106,11 @@ class LoraLinear(nn.Linear):
                 )
             else:
                 found[name] = value
+                if name.endswith("_scale"):
+                    try:
+                        check_scale_values(prefix + name, value, zero=name == "weight_scale")
+                    except ValueError as error:
+                        error_msgs.append(str(error))
         if strict:
             leaves = (key[len(prefix) :] for key in state_dict if key.startswith(prefix))
             unexpected_keys.extend(prefix + leaf for leaf in leaves if leaf not in own)

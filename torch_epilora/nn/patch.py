@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -10,7 +10,8 @@ from torch import nn
 from torch_epilora.formats.fp8 import LAYOUTS, Fp8Weight
 from torch_epilora.nn.adapters import load_adapter
 from torch_epilora.nn.batch import AdapterState
-from torch_epilora.nn.convert import convert, hook, unhook
+from torch_epilora.nn.convert import Conversion, hand_over_hooks, prepare, swap, swap_back
+from torch_epilora.nn.hooks import hook, unhook
 from torch_epilora.nn.linear import LoraLinear, lora_linears
 from torch_epilora.nn.patterns import as_patterns
 from torch_epilora.nn.placing import place
@@ -40,7 +41,8 @@ def patch(
     ``nn.Linear`` layers in bf16, fp16 or fp32, and subclasses that use its forward unchanged; tied weights, layers with
     a forward of their own, parametrized ones and the output embedding are left alone. Linears under a module called
     ``experts`` become FP8 but get no slots, since a router hands them tokens in an order of its own. Biases and
-    adapters keep the model's dtype and are frozen.
+    adapters keep the model's dtype and are frozen. Scales have a floor: a tensor, channel or block (by layout) whose
+    largest weight is below about 1e-7 loses digits, and below 4e-9 it becomes zero.
 
     Parameters
     ----------
@@ -54,11 +56,15 @@ def patch(
     compute : str
         "w8a8" multiplies by activations quantized per token (per 128 channels under "block"), "w8a16" by the
         activations as they are.
-    targets, exclude : str or iterable of str
-        Which linears: whole components of their path ("q_proj", "layers.0"), a glob over the path ("*.mlp.*"), or
-        "re:" and a regular expression that matches the whole path. None targets all.
-    max_adapters, max_rank : int
-        Slots, and the largest rank they hold. 0 adapters makes a plain FP8 model.
+    targets : str or iterable of str, optional
+        Which linears: whole components of their path (``q_proj``, ``layers.0``), a glob over the path (``*.mlp.*``),
+        or ``re:`` and a regular expression that matches the whole path. None is all of them.
+    exclude : str or iterable of str
+        Which linears to leave out of ``targets``, written the same way.
+    max_adapters : int
+        Adapter slots of each linear. 0 makes a plain FP8 model.
+    max_rank : int
+        Largest rank that a slot holds.
     slices : mapping of str to sequence of int, optional
         Output slices of linears that are several in one, by name or pattern. ``qkv_proj`` and ``gate_up_proj`` of a
         transformers model are known from its config.
@@ -71,35 +77,54 @@ def patch(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        If an argument does not fit, or nothing can be patched. The model is then unchanged.
+        If an argument does not fit, nothing can be patched, or there is no memory for the slots. The model is then
+        unchanged.
     """
     state = check_options(base, layout, compute, max_adapters, max_rank)
     chosen = None if targets is None else as_patterns("targets", targets)
     excluded = as_patterns("exclude", exclude)
     check_plain(model)
-    if not is_peft(model):
-        selection = select(model, chosen, excluded, slices or {})
-        _quantize(selection, layout, compute, state)
-        hook(model, state)
-        return model
+    root = unwrap(model)
+    if is_peft(root):
+        _patch_peft(root, (chosen, excluded, slices or {}), layout, compute, state)
+    else:
+        swap(_quantize(select(root, chosen, excluded, slices or {}), layout, compute, state))
+    hook(root, state)
+    return model
+
+
+def _patch_peft(
+    model: nn.Module,
+    choice: tuple[Sequence[str] | None, Sequence[str], Mapping[str, Sequence[int]]],
+    layout: str,
+    compute: str,
+    state: AdapterState,
+) -> None:
     from torch_epilora.integrations.peft import SlotAdapters
 
-    moved = SlotAdapters(model)
+    moved, max_adapters = SlotAdapters(model), state.num_slots
     with moved.plain_linears() as plain:
-        selection = select(plain, chosen, excluded, slices or {})
+        selection = select(plain, *choice)
         if len(moved.adapters) > max_adapters:
             raise ValueError(
                 f"max_adapters: expected at least {len(moved.adapters)} for the model's adapters, got {max_adapters}."
             )
         for name, adapter in moved.adapters.items():
-            place(name, adapter, {t.path: t.spot for t in selection.targets}, max_rank)
-        _check_finite(selection)
-    _quantize(selection, layout, compute, state)
-    for name, adapter in moved.adapters.items():
-        load_adapter(plain, name, adapter)
-    moved.take_over()
-    hook(model, state)
-    return model
+            place(name, adapter, {t.path: t.spot for t in selection.targets}, state.max_rank)
+        conversions = _quantize(selection, layout, compute, state)
+        swap(conversions)
+        try:
+            for name, adapter in moved.adapters.items():
+                load_adapter(plain, name, adapter)
+            moved.take_over()
+        except BaseException:
+            swap_back(conversions)
+            raise
+
+
+def unwrap(model: Any) -> nn.Module:
+    """Return the module inside what torch.compile returned, or the module itself."""
+    return getattr(model, "_orig_mod", model)
 
 
 def check_options(base: str, layout: str, compute: str, max_adapters: int, max_rank: int) -> AdapterState:
@@ -137,17 +162,24 @@ def _check_finite(selection: Selection) -> None:
             raise ValueError(f"{target.path}.weight: expected finite values, got NaN or infinity.")
 
 
-def _quantize(selection: Selection, layout: str, compute: str, state: AdapterState) -> None:
+def _quantize(selection: Selection, layout: str, compute: str, state: AdapterState) -> list[Conversion]:
     _check_finite(selection)
     for path, reason in selection.skipped.items():
         logger.info("%s is left as it is: %s.", path, reason)
-    convert(selection.families, lambda t: Fp8Weight.quantize(t.module.weight.detach(), layout), state, compute)
+    return prepare(
+        selection.families,
+        lambda t: Fp8Weight.quantize(t.module.weight.detach(), layout),
+        lambda t: t.module.bias,
+        state,
+        compute,
+    )
 
 
 def unpatch(model: Model) -> Model:
     """Put plain ``nn.Linear`` layers back, in place.
 
-    Their weights are the dequantized ones: what FP8 rounded away does not come back. Loaded adapters are dropped.
+    Their weights are the dequantized ones: what FP8 rounded away does not come back. Loaded adapters are dropped, hooks
+    stay.
 
     Parameters
     ----------
@@ -168,7 +200,7 @@ def unpatch(model: Model) -> Model:
     """
     if not lora_linears(model):
         raise ValueError("model: expected a patched model, found no patched layer in it.")
-    if is_peft(model):
+    if is_peft(unwrap(model)):
         raise NotImplementedError(
             "model: a PeftModel's adapters live in the slots. Save them and unpatch model.get_base_model() instead."
         )
@@ -180,8 +212,7 @@ def unpatch(model: Model) -> Model:
                     if id(child) not in plain:
                         plain[id(child)] = _plain(child)
                     setattr(parent, name, plain[id(child)])
-        for module in model.modules():
-            unhook(module)
+        unhook(model)
     return model
 
 
@@ -192,4 +223,5 @@ def _plain(linear: LoraLinear) -> nn.Linear:
     if bias is not None:
         plain.bias = nn.Parameter(bias.clone())
     plain.train(linear.training)
+    hand_over_hooks(linear, plain)
     return plain

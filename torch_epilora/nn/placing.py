@@ -1,5 +1,6 @@
 """Which adapter tensor belongs to which output slice: names as in the file, fused or split, to a model's linears."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -66,8 +67,10 @@ def place(
     Raises
     ------
     ValueError
-        If a module is not among the linears, or a shape, rank or value does not fit.
+        If there is no module, one is not among the linears, or a shape, rank, scaling or value does not fit.
     """
+    if not adapter.modules:
+        raise ValueError(f"adapter {name!r}: expected at least one module, found none.")
     parts: dict[Key, Part] = {}
     unmatched: list[str] = []
     for path, pair in adapter.modules.items():
@@ -125,6 +128,10 @@ def _split(
         raise ValueError(f"{where}.lora_A: expected [{pair.rank}, {features}], got {list(pair.a.shape)}.")
     if tuple(pair.b.shape) != (sum(widths), pair.rank):
         raise ValueError(f"{where}.lora_B: expected [{sum(widths)}, {pair.rank}], got {list(pair.b.shape)}.")
+    if pair.b_bias is not None and tuple(pair.b_bias.shape) != (sum(widths),):
+        raise ValueError(f"{where}.lora_B.bias: expected [{sum(widths)}], got {list(pair.b_bias.shape)}.")
+    if not math.isfinite(pair.scaling):
+        raise ValueError(f"{where}: expected a finite scaling, got {pair.scaling}.")
     a, b = pair.a.detach().to(dtype), pair.b.detach().to(dtype)
     bias = None if pair.b_bias is None else pair.b_bias.detach().to(dtype)
     if not all(torch.isfinite(t).all() for t in (a, b, bias) if t is not None):

@@ -69,15 +69,19 @@ def select(
 
     Raises
     ------
+    TypeError
+        If slices are not a mapping to sequences.
     ValueError
         If a target pattern names no linear that can be replaced, there is none at all, or slices do not fit.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     found: dict[int, tuple[str, nn.Linear]] = {}
+    _check_slices(slices)
     for prefix, parent in model.named_modules():
         for name, child in parent._modules.items():
             if isinstance(child, nn.Linear):
-                found.setdefault(id(child), (f"{prefix}.{name}" if prefix else name, child))
+                path = plain_path(f"{prefix}.{name}" if prefix else name)
+                found.setdefault(id(child), (path, child))
                 places.setdefault(id(child), []).append((parent, name))
     shared = _shared_parameters(model)
     head = _output_embedding(model) if targets is None and exact is None else None
@@ -99,6 +103,19 @@ def select(
     _check_patterns(targets, slices, by_path, result.skipped)
     result.families = _families(by_path)
     return result
+
+
+def plain_path(path: str) -> str:
+    """Return a module's path without what torch.compile puts into it."""
+    return path.replace("_orig_mod.", "")
+
+
+def _check_slices(slices: Mapping[str, Sequence[int]]) -> None:
+    if not isinstance(slices, Mapping):
+        raise TypeError(f"slices: expected a mapping of name to widths, got {type(slices).__name__}.")
+    for pattern, widths in slices.items():
+        if not isinstance(pattern, str) or not isinstance(widths, Sequence):
+            raise TypeError(f"slices[{pattern!r}]: expected a name and a sequence of widths, got {widths!r}.")
 
 
 def _check_patterns(
@@ -214,12 +231,15 @@ def _family(path: str, target: Target, by_path: Mapping[str, Target]) -> list[Ta
         return [target]
     prefix = f"{parent}." if parent else ""
     family = [by_path[prefix + n] for n in names if prefix + n in by_path]
-    alike = all(
-        t.module.in_features == target.module.in_features
-        and (t.module.bias is None) == (target.module.bias is None)
-        and t.module.weight.dtype == target.module.weight.dtype
-        and t.module.weight.device == target.module.weight.device
-        and len(t.places) == 1
-        for t in family
+    alike = (
+        all(
+            t.module.in_features == target.module.in_features
+            and (t.module.bias is None) == (target.module.bias is None)
+            and t.module.weight.dtype == target.module.weight.dtype
+            and t.module.weight.device == target.module.weight.device
+            and len(t.places) == 1
+            for t in family
+        )
+        and sum(len(t.widths) for t in family) <= MAX_SLICES
     )
     return family if alike else [target]

@@ -11,18 +11,20 @@ from torch import Tensor, nn
 from torch_epilora.formats.checkpoints import Fp8Checkpoint, read_checkpoint, write_checkpoint
 from torch_epilora.formats.fp8 import Fp8Weight
 from torch_epilora.nn.adapters import patched_parts
-from torch_epilora.nn.convert import convert, hook
+from torch_epilora.nn.convert import prepare, swap
+from torch_epilora.nn.hooks import hook
 from torch_epilora.nn.linear import LoraLinear
-from torch_epilora.nn.patch import check_options, check_plain, is_peft
-from torch_epilora.nn.select import Selection, select
+from torch_epilora.nn.patch import check_options, check_plain, is_peft, unwrap
+from torch_epilora.nn.select import Selection, plain_path, select
 
 logger = logging.getLogger("torch_epilora")
 
 
 def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a patched model's base as a compressed-tensors checkpoint, which vLLM and transformers read too.
+    """Write a patched model's base as a compressed-tensors checkpoint, in the layout that vLLM and transformers read.
 
-    Adapters are not part of it. A transformers model's config and generation config are written beside the weights.
+    A transformers model's config and generation config are written beside the weights; adapters and the tokenizer are
+    not. transformers needs compressed-tensors 0.15 or later to load it, and rounds the scales to the model's dtype.
 
     Parameters
     ----------
@@ -37,12 +39,13 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
         If the model is not patched or on the meta device, or the path is a file. Nothing is then written.
     """
     _, linears = patched_parts(model)
-    root: Any = getattr(model, "_orig_mod", model)
+    root: Any = unwrap(model)
     root = root.get_base_model() if is_peft(root) else root
     weights: dict[str, Fp8Weight] = {}
-    others = dict(root.state_dict())
-    for name, module in root.named_modules(remove_duplicate=False):
+    others = {plain_path(key): tensor for key, tensor in root.state_dict().items()}
+    for key, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, LoraLinear):
+            name = plain_path(key)
             weights[name] = Fp8Weight(module.weight, module.weight_scale, module.input_scale)
             for leaf in ("weight", "weight_scale", "input_scale"):
                 others.pop(f"{name}.{leaf}", None)
@@ -83,12 +86,18 @@ def load_quantized(
     Parameters
     ----------
     path : path
-        A folder in any format that :func:`torch_epilora.formats.checkpoints.read_checkpoint` reads.
+        A folder in any format that ``torch_epilora.formats.read_checkpoint`` reads.
     model : nn.Module, optional
         A plain model to patch and fill, in place, with real or meta weights. None builds the transformers causal LM
         that config.json describes, without ever allocating 16-bit weights for its FP8 layers.
-    compute, max_adapters, max_rank, slices
-        As for :func:`patch`.
+    compute : str
+        "w8a8" or "w8a16", as for ``patch``.
+    max_adapters : int
+        Adapter slots of each linear, as for ``patch``.
+    max_rank : int
+        Largest rank that a slot holds.
+    slices : mapping of str to sequence of int, optional
+        Output slices of linears that are several in one, as for ``patch``.
 
     Returns
     -------
@@ -98,12 +107,13 @@ def load_quantized(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        If the checkpoint cannot be read, or does not fit the model, which is then unchanged.
+        If the checkpoint cannot be read or does not fit the model, or there is no memory for the slots. The model is
+        then unchanged.
     """
     state = check_options("fp8", "channel", compute, max_adapters, max_rank)
     if model is not None:
         check_plain(model)
-        if is_peft(model):
+        if is_peft(unwrap(model)):
             raise NotImplementedError("model: expected a base model, got a PeftModel. Load before PEFT wraps it.")
     checkpoint = read_checkpoint(path)
     if model is None:
@@ -112,21 +122,23 @@ def load_quantized(
         from torch_epilora.integrations.transformers import build_skeleton
 
         model = build_skeleton(path)
-    selection = select(model, None, (), slices or {}, exact=checkpoint.weights.keys())
+    root: Any = unwrap(model)
+    selection = select(root, None, (), slices or {}, exact=checkpoint.weights.keys())
     _check_weights(checkpoint, selection)
-    others = _fit_others(model, checkpoint, selection)
+    others = _fit_others(root, checkpoint, selection)
     _warn_about(checkpoint)
-    model.load_state_dict(others, strict=False, assign=True)
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
-    devices = {t.path: t.module.weight.device for t in selection.targets}
-    convert(
+    conversions = prepare(
         selection.families,
-        lambda target: _on(checkpoint.weights.pop(target.path), devices[target.path]),
+        lambda target: _on(checkpoint.weights.pop(target.path), target.module.weight.device),
+        lambda target: others.get(f"{target.path}.bias", target.module.bias),
         state,
         compute,
     )
-    hook(model, state)
+    root.load_state_dict(others, strict=False, assign=True)
+    swap(conversions)
+    if hasattr(root, "tie_weights"):
+        root.tie_weights()
+    hook(root, state)
     return model
 
 

@@ -1,10 +1,26 @@
 """What the group protocol needs at trace time, where a tensor's version cannot be compared in the graph."""
 
+from itertools import count
 from typing import Any
 
 from torch import Tensor
+from torch._guards import TracingContext
 
 _ATTRIBUTE = "_epilora_version"
+_NUMBER = "_epilora_number"
+_numbers = count(1)
+
+
+def trace_number() -> int:
+    """Return the number of the graph that dynamo traces now, as a constant of it."""
+    context = TracingContext.get()
+    if not hasattr(context, _NUMBER):
+        setattr(context, _NUMBER, next(_numbers))
+    return getattr(context, _NUMBER)
+
+
+# What torch.compiler.assume_constant_result sets; calling it here would import dynamo along with this package.
+trace_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def note_version(x: Tensor) -> None:
