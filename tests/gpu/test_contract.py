@@ -49,6 +49,16 @@ def test_quantizers_equal_the_cpu(dtype: torch.dtype, k: int) -> None:
         assert torch.equal(scale.cpu(), want_scale) and torch.equal(bits(codes).cpu(), bits(want)), layout
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible(bad: float) -> None:
+    x = torch.randn(3, 300)
+    x[1, 200] = bad
+    for name in ("token", "group"):
+        op = getattr(torch.ops.epilora, f"quantize_fp8_{name}")
+        for got, want in zip(op(x.cuda()), op(x), strict=True):
+            torch.testing.assert_close(got.float().cpu(), want.float(), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("m", [1, 7, 64, 300])
 def test_run_to_run(path: str, m: int) -> None:

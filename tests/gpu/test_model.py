@@ -107,6 +107,25 @@ def test_captured_layer_follows_adapters_swapped_in_place() -> None:
         assert pointers == [t.data_ptr() for t in layer.gate_proj.group.bank.buffers()]
 
 
+def test_a_graph_outlives_its_context() -> None:
+    _, model, _ = patched("w8a8")
+    layer = model.model.layers[0].mlp
+    x = torch.randn(3, 1, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        with te.adapters(model, ["bob", "alice", None]):
+            want = layer(x).clone()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = layer(x)
+        for i in range(64):  # whatever the context's memory was, it is written over
+            torch.full((1 << (i % 12),), 7, dtype=torch.int32, device="cuda")
+        with te.adapters(model, [None, None, "bob"]):
+            layer(x)
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, want)
+
+
 def test_moves_keep_codes_and_results() -> None:
     _, model, _ = patched("w8a8")
     codes = {path: m.weight.clone() for path, m in lora_linears(model).items()}
