@@ -72,6 +72,29 @@ def test_a_thread_that_ends_later_takes_only_its_own_context_away(model):
     assert torch.equal(now(model), bare)
 
 
+def test_a_context_is_entered_once(model):
+    state = model.q_proj.group.state
+    context = te.adapters(model, ["alice"])
+    with context, pytest.raises(RuntimeError, match="this context was entered before"):
+        with context:
+            pass
+    assert state.batch is state.base
+    with pytest.raises(RuntimeError, match="this context was entered before"):
+        with context:
+            pass
+    assert state.batch is state.base
+
+
+def test_as_a_decorator_it_is_a_new_context_every_call(model):
+    state = model.q_proj.group.state
+
+    @te.adapters(model, ["alice"])
+    def chosen():
+        return state.batch.chosen
+
+    assert chosen() == chosen() == {"alice": 0} and state.batch is state.base
+
+
 def test_an_adapter_of_an_outer_context_is_not_unloaded(model):
     with te.adapters(model, ["alice"]), te.adapters(model, ["bob"]):
         with pytest.raises(ValueError, match="'alice' is chosen for rows right now"):

@@ -180,7 +180,11 @@ USE = {
     "no model": (lambda m: te.adapters(3, ["a"]), TypeError, "expected a patched nn.Module, got int"),
     "name type": (lambda m: te.load_adapter(m, 3, adapter(PLAIN)), TypeError, "name: expected a string, got int"),
     "name empty": (lambda m: te.load_adapter(m, "", adapter(PLAIN)), ValueError, "name that is not empty"),
-    "unload unknown": (lambda m: te.unload_adapter(m, "b"), ValueError, "got 'b'; loaded are 'a'"),
+    "unload unknown": (
+        lambda m: te.unload_adapter(m, "b"),
+        ValueError,
+        "^name: expected a loaded adapter, got 'b'; loaded are 'a'",
+    ),
     "unload type": (lambda m: te.unload_adapter(m, None), TypeError, "name: expected a string, got NoneType"),
     "unknown": (
         lambda m: in_context(m, ["a", "zed"]),

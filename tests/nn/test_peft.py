@@ -115,6 +115,22 @@ def test_delete_frees_the_slot():
     assert adapter_slots(model) == {"default": 0} and list(model.peft_config) == ["default"]
 
 
+def test_the_active_adapter_is_deleted_only_after_another_is_set():
+    model = te.patch(wrapped())
+    with pytest.raises(ValueError, match=r"'default' is the active adapter. Call set_adapter\(\) with another"):
+        model.delete_adapter("default")
+    assert adapter_slots(model) == {"default": 0, "second": 1} and set(model.peft_config) == {"default", "second"}
+    model.set_adapter(["second"])
+    assert model.active_adapters == ["second"] and model.active_adapter == "second"
+    model.delete_adapter("default")
+    assert adapter_slots(model) == {"second": 1} and list(model.peft_config) == ["second"]
+    with pytest.raises(NotImplementedError, match="slots do not add up"):
+        model.set_adapter(["second", "other"])
+    model.base_model.disable_adapter_layers()
+    model.delete_adapter("second")
+    assert adapter_slots(model) == {}
+
+
 def refused(model, error, match, **options):
     before = snapshot(model)
     with pytest.raises(error, match=match):

@@ -135,9 +135,18 @@ def _slot_model(kind: type[PeftModel]) -> type[PeftModel]:
         finally:
             state.leave(state.bare)
 
+    def set_adapter(self: Any, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        kind.set_adapter(self, _only_one(adapter_name), inference_mode)
+
     def delete_adapter(self: Any, adapter_name: str) -> None:
         if adapter_name not in self.peft_config:
             raise ValueError(f"adapter_name: expected one of {sorted(self.peft_config)}, got {adapter_name!r}.")
+        state, _ = patched_parts(self)
+        if state.slots.get(adapter_name) in state.base.used:
+            raise ValueError(
+                f"adapter_name: {adapter_name!r} is the active adapter. Call set_adapter() with another one first, or "
+                "base_model.disable_adapter_layers() to go on without."
+            )
         unload_adapter(self, adapter_name)
         del self.peft_config[adapter_name]
 
@@ -158,6 +167,7 @@ def _slot_model(kind: type[PeftModel]) -> type[PeftModel]:
     overrides = {
         "__doc__": f"{kind.__name__} whose adapters live in slots.",
         "disable_adapter": disable_adapter,
+        "set_adapter": set_adapter,
         "delete_adapter": delete_adapter,
         "save_pretrained": save_pretrained,
         "add_adapter": _refuse("add_adapter", _LOAD),

@@ -2,9 +2,9 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,8 @@ def load_adapter(
     """
     state, linears = patched_parts(model)
     _check_name(name)
+    if not state.num_slots:
+        raise ValueError("model: expected slots for adapters, the model has no slots. Patch it with max_adapters >= 1.")
     slot = state.slots.get(name, _free_slot(state))
     if slot is None:
         raise ValueError(
@@ -145,7 +147,7 @@ def unload_adapter(model: nn.Module, name: str) -> None:
     """
     state, linears = patched_parts(model)
     _check_name(name)
-    slot = _slot(state, name)
+    slot = _slot(state, name, "name: expected a loaded adapter")
     if state.in_use(slot):
         raise ValueError(f"name: expected an adapter that is not in use, {name!r} is chosen for rows right now.")
     for group in groups_of(linears):
@@ -155,10 +157,10 @@ def unload_adapter(model: nn.Module, name: str) -> None:
     state.version += 1
 
 
-def _slot(state: AdapterState, name: str) -> int:
+def _slot(state: AdapterState, name: str, expected: str = "names: expected loaded adapters") -> int:
     if name not in state.slots:
         loaded = ", ".join(map(repr, sorted(state.slots))) or "none"
-        raise ValueError(f"names: expected loaded adapters, got {name!r}; loaded are {loaded}.")
+        raise ValueError(f"{expected}, got {name!r}; loaded are {loaded}.")
     return state.slots[name]
 
 
@@ -185,15 +187,39 @@ def adapters(model: nn.Module, names: Sequence[str | None] | Tensor) -> Abstract
     Returns
     -------
     context manager
-        To be entered once. It takes the names' slots as it is entered.
+        To be entered once; as a decorator, at every call. It takes the names' slots as it is entered.
 
     Raises
     ------
     TypeError, ValueError
         If the model is not patched, or a name is not loaded, now or as the context is entered.
+    RuntimeError
+        If the context is entered a second time.
     """
     state, linears = patched_parts(model)
-    return _under(model, state, linears, _checked_names(state, names))
+    checked = _checked_names(state, names)
+    return _Context(lambda: _under(model, state, linears, checked))
+
+
+class _Context(ContextDecorator, AbstractContextManager[None]):
+    """What :func:`adapters` returns: a context to enter once; as a decorator, a new one every call."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: AbstractContextManager[None] | None = None
+
+    def _recreate_cm(self) -> Self:
+        return type(self)(self._make)
+
+    def __enter__(self) -> None:
+        if self._entered is not None:
+            raise RuntimeError("adapters: this context was entered before. Call adapters(model, names) again for each.")
+        context = self._make()
+        context.__enter__()
+        self._entered = context
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error) if self._entered is not None else None
 
 
 @contextmanager

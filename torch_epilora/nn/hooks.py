@@ -5,6 +5,7 @@ from torch import nn
 
 from torch_epilora.nn.batch import AdapterState
 from torch_epilora.nn.checkpointing import follow_checkpointing, leave_checkpointing
+from torch_epilora.nn.refusals import allow_methods, refuse_methods
 
 
 class TraceStart:
@@ -34,9 +35,13 @@ class TraceEnd:
 
 
 def hook(model: nn.Module, state: AdapterState) -> None:
-    """Let one compiled forward of the model make the batch's metadata once, and checkpointing follow the batch."""
+    """Let one compiled forward of the model make the batch's metadata once, and checkpointing follow the batch.
+
+    Methods of transformers that do not know FP8 codes raise from now on.
+    """
     model.register_forward_pre_hook(TraceStart(state))
     model.register_forward_hook(TraceEnd(state))
+    refuse_methods(model)
 
 
 def unhook(model: nn.Module) -> None:
@@ -46,3 +51,4 @@ def unhook(model: nn.Module) -> None:
             for key in [key for key, function in hooks.items() if isinstance(function, TraceStart | TraceEnd)]:
                 del hooks[key]
     leave_checkpointing(model)
+    allow_methods(model)

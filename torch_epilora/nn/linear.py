@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from torch_epilora.formats.fp8 import check_scale_values
+from torch_epilora.ops.checks import scale_layout
 
 if TYPE_CHECKING:
     from torch_epilora.nn.group import ProjectionGroup
@@ -74,6 +75,17 @@ class LoraLinear(nn.Linear):
             If x has another dtype than the module.
         """
         return self.group.project(x, self.index)
+
+    def extra_repr(self) -> str:
+        """Sizes, layout of the scales, what multiplies, capacity for adapters, and the linears that run along."""
+        group, bank = self.group, self.group.bank
+        others = [m.path.rpartition(".")[2] for i, m in enumerate(group.members) if i != self.index and group.fused]
+        fused = f", fused with {' and '.join(others)}" if others else ""
+        layout = scale_layout(group.codes.shape, group.full_scale())
+        return (
+            f"{super().extra_repr()}, layout={layout}, compute={group.compute}, slots={bank.slots}, "
+            f"max_rank={bank.max_rank}{fused}"
+        )
 
     def _tensors(self) -> dict[str, Tensor]:
         named = {n: getattr(self, n) for n in ("weight", "weight_scale", "input_scale", "bias")}

@@ -12,6 +12,7 @@ from torch_epilora.nn.adapters import load_adapter
 from torch_epilora.nn.batch import AdapterState
 from torch_epilora.nn.convert import Conversion, hand_over_hooks, prepare, swap, swap_back
 from torch_epilora.nn.hooks import hook, unhook
+from torch_epilora.nn.leftovers import warn_of_leftovers
 from torch_epilora.nn.linear import LoraLinear, lora_linears
 from torch_epilora.nn.patterns import as_patterns
 from torch_epilora.nn.placing import place
@@ -22,6 +23,8 @@ from torch_epilora.ops.checks import COMPUTES
 logger = logging.getLogger("torch_epilora")
 Model = TypeVar("Model", bound=nn.Module)
 
+_EXCLUDE = ("lm_head",)
+
 
 def patch(
     model: Model,
@@ -30,7 +33,7 @@ def patch(
     layout: str = "channel",
     compute: str = "w8a8",
     targets: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] = ("lm_head",),
+    exclude: str | Iterable[str] = _EXCLUDE,
     max_adapters: int = 8,
     max_rank: int = 64,
     slices: Mapping[str, Sequence[int]] | None = None,
@@ -39,10 +42,11 @@ def patch(
 
     Linears that read the same input under one parent (q, k and v; gate and up) run as one projection. Replaced are
     ``nn.Linear`` layers in bf16, fp16 or fp32, and subclasses that use its forward unchanged; tied weights, layers with
-    a forward of their own, parametrized ones and the output embedding are left alone. Linears under a module called
-    ``experts`` become FP8 but get no slots, since a router hands them tokens in an order of its own. Biases and
-    adapters keep the model's dtype and are frozen. Scales have a floor: a tensor, channel or block (by layout) whose
-    largest weight is below about 1e-7 loses digits, and below 4e-9 it becomes zero.
+    a forward of their own, parametrized ones and the output embedding are left alone. ``nn.Linear`` layers under a
+    module called ``experts`` become FP8 but get no slots, since a router hands them tokens in an order of its own.
+    Experts that a model holds as one 3-D parameter stay as they are, and a warning names them and their share. Biases
+    and adapters keep the model's dtype and are frozen. Scales have a floor: a tensor, channel or block (by layout)
+    whose largest weight is below about 1e-7 loses digits, and below 4e-9 it becomes zero.
 
     Parameters
     ----------
@@ -60,7 +64,8 @@ def patch(
         Which linears: whole components of their path (``q_proj``, ``layers.0``), a glob over the path (``*.mlp.*``),
         or ``re:`` and a regular expression that matches the whole path. None is all of them.
     exclude : str or iterable of str
-        Which linears to leave out of ``targets``, written the same way.
+        Which linears to leave out of ``targets``, written the same way. The default gives way to a target that ends in
+        ``lm_head``.
     max_adapters : int
         Adapter slots of each linear. 0 makes a plain FP8 model.
     max_rank : int
@@ -83,13 +88,20 @@ def patch(
     state = check_options(base, layout, compute, max_adapters, max_rank)
     chosen = None if targets is None else as_patterns("targets", targets)
     excluded = as_patterns("exclude", exclude)
+    if chosen and excluded == _EXCLUDE and any(f".{name}".endswith(".lm_head") for name in chosen):
+        excluded = ()
     check_plain(model)
     root = unwrap(model)
+    _check_not_quantized(root)
     if is_peft(root):
         _patch_peft(root, (chosen, excluded, slices or {}), layout, compute, state)
     else:
-        swap(_quantize(select(root, chosen, excluded, slices or {}), layout, compute, state))
+        selection = select(root, chosen, excluded, slices or {})
+        _check_no_tuners(root, selection)
+        swap(_quantize(selection, layout, compute, state))
     hook(root, state)
+    base_model: Any = root
+    warn_of_leftovers(base_model.get_base_model() if is_peft(root) else root, chosen, excluded)
     return model
 
 
@@ -150,9 +162,33 @@ def check_plain(model: nn.Module) -> None:
         raise ValueError("model: it is already patched. Call unpatch() first, or load adapters into it.")
 
 
+def _check_not_quantized(model: Any) -> None:
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is not None:
+        method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
+        raise ValueError(
+            f"model: expected 16-bit weights, it is already quantized ({getattr(method, 'value', method)} in "
+            "config.quantization_config). Use torch_epilora.load_quantized(path) with the folder of an FP8 checkpoint, "
+            "or patch the model it was quantized from."
+        )
+
+
 def is_peft(model: nn.Module) -> bool:
     """Say whether a model is a PeftModel, without importing PEFT."""
     return any(c.__name__ == "PeftModel" and c.__module__.startswith("peft.") for c in type(model).__mro__)
+
+
+def _check_no_tuners(model: nn.Module, selection: Selection) -> None:
+    """Refuse PEFT's layers outside of a PeftModel: their A and B are linears too, and their adapters would not move."""
+    parents = {id(parent) for target in selection.targets for parent, _ in target.places}
+    for name, module in model.named_modules():
+        if any(c.__name__ == "BaseTunerLayer" and c.__module__.startswith("peft.") for c in type(module).__mro__):
+            if any(id(part) in parents for part in module.modules()):
+                raise NotImplementedError(
+                    f"model: expected a PeftModel or a model without adapters, {name} is PEFT's "
+                    f"{type(module).__name__} in another model. Build the model without its adapters and give them to "
+                    "torch_epilora.load_adapter."
+                )
 
 
 def _check_finite(selection: Selection) -> None:

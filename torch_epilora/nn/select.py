@@ -77,15 +77,17 @@ def select(
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     found: dict[int, tuple[str, nn.Linear]] = {}
     _check_slices(slices)
+    result, by_path = Selection(), {}
     for prefix, parent in model.named_modules():
         for name, child in parent._modules.items():
+            path = plain_path(f"{prefix}.{name}" if prefix else name)
+            if type(child).__name__ == "Conv1D" and (targets is None or any(matches(path, p) for p in targets)):
+                result.skipped[path] = "Conv1D, GPT-2's layer with a transposed weight, is no nn.Linear"
             if isinstance(child, nn.Linear):
-                path = plain_path(f"{prefix}.{name}" if prefix else name)
                 found.setdefault(id(child), (path, child))
                 places.setdefault(id(child), []).append((parent, name))
     shared = _shared_parameters(model)
-    head = _output_embedding(model) if targets is None and exact is None else None
-    result, by_path = Selection(), {}
+    head = output_embedding(model) if targets is None and exact is None else None
     for key, (path, module) in found.items():
         if targets is not None and not any(matches(path, p) for p in targets):
             continue
@@ -146,7 +148,8 @@ def _shared_parameters(model: nn.Module) -> set[int]:
     return {key for key, count in seen.items() if count > 1}
 
 
-def _output_embedding(model: nn.Module) -> nn.Module | None:
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """Return what a transformers model calls its output embedding, or None."""
     try:
         return model.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
