@@ -3,10 +3,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Test processes; each takes one thread.
+JOBS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Nothing here may ask a model hub for anything.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Threads that wait for work sleep: spinning ones take a busy machine's cores from those that compute.
+export OMP_WAIT_POLICY := PASSIVE
 # The theme prints a notice about its own future at every build.
 export NO_MKDOCS_2_WARNING := 1
 
@@ -41,7 +45,8 @@ docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict --quiet
 
 test: lint docs
-	$(BIN)/python -m pytest -q --durations=10 --cov --cov-report=term --cov-fail-under=90
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --durations=10 \
+		--cov --cov-report=term --cov-fail-under=90
 
 # With an interpreter that already has torch, triton, transformers, peft and pytest: make test-gpu PYTHON=python3
 test-gpu:

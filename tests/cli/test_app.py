@@ -20,6 +20,14 @@ def test_help_lists_the_commands():
         assert command in result.output
 
 
+def test_version_is_the_packages():
+    import torch_epilora
+
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == f"torch-epilora {torch_epilora.__version__}"
+
+
 def test_without_arguments_it_shows_its_help():
     result = CliRunner().invoke(app, [])
     assert "doctor" in result.output

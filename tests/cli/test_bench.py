@@ -55,6 +55,7 @@ def test_cpu_table_is_marked_and_its_figures_are_written(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["bench", "--quick", "--cpu", "--json", str(out)])
     assert result.exit_code == 0, result.output
     assert "CPU, plain-torch reference: no figure for a GPU" in " ".join(result.output.split())
+    assert "gain" not in result.output
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["versions"]["torch"] == machine.versions()["torch"]
     (row,) = found["cases"]
@@ -86,6 +87,16 @@ def test_oracle_adds_each_rows_own_adapter():
 def test_more_adapters_than_tokens_never_in_a_case():
     for case in (*bench_cases.GPU_CASES, *bench_cases.CPU_CASES):
         assert 1 <= case.adapters <= case.tokens
+
+
+def test_gain_is_torch_over_the_best_of_ours():
+    times = {"torch": 30.0, "fused": 20.0, "hybrid": 12.0}
+    row = {"projection": "o", "k": 1, "slices": [2], "tokens": 3, "adapters": 4, "rank": 5}
+    rows = [row | {"us": times, "sqnr": dict.fromkeys(times, 50.0), "failed": {}}]
+    table = bench._table(rows, "a GPU", gain=True)
+    assert [column.header for column in table.columns][-1] == "gain" and list(table.columns[-1].cells) == ["2.50x"]
+    without = bench._table(rows, "CPU", gain=False)
+    assert [column.header for column in without.columns] == [column.header for column in table.columns][:-1]
 
 
 def test_a_wrong_or_failing_variant_is_not_timed_and_fails_the_command(monkeypatch):

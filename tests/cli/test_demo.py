@@ -179,12 +179,21 @@ def table_cells(table) -> list[tuple[str, ...]]:
 
 def test_paths_on_the_cpu_follow_how_the_groups_run(tiny):
     model = tiny[0]
-    fused = table_cells(demo_paths.path_table(model, {"prompt": 20, "each new token": 4}))
-    assert fused[0] == ("q_proj + k_proj + v_proj", "128 x 64", "reference", "reference", ON_CPU, str(LAYERS))
-    assert len(fused) == 4
+    table, reasons = demo_paths.path_table(model, {"prompt": 20, "each new token": 4})
+    fused = table_cells(table)
+    assert fused[0] == ("q_proj + k_proj + v_proj", "128 x 64", "reference (1)", "reference (1)", str(LAYERS))
+    assert len(fused) == 4 and reasons == [ON_CPU]
     model.model.layers[0].self_attn.q_proj.group._unfuse()
-    apart = table_cells(demo_paths.path_table(model, {"prompt": 20}))
-    assert ("k_proj", "32 x 64", "reference", ON_CPU, "1") in apart and len(apart) == 7
+    apart = table_cells(demo_paths.path_table(model, {"prompt": 20})[0])
+    assert ("k_proj", "32 x 64", "reference (1)", "1") in apart and len(apart) == 7
+
+
+def test_paths_refer_to_their_reasons_by_number(tiny, monkeypatch):
+    by_tokens = {20: ("hybrid", "many"), 4: ("fused", "few")}
+    monkeypatch.setattr(demo_paths, "choose_path", lambda info, m, capability, dtype: by_tokens[m])
+    table, reasons = demo_paths.path_table(tiny[0], {"prompt": 20, "each new token": 4})
+    assert reasons == ["many", "few"]
+    assert {cells[2:4] for cells in table_cells(table)} == {("hybrid (1)", "fused (2)")}
 
 
 def test_problems_of_answers():
@@ -194,6 +203,21 @@ def test_problems_of_answers():
     assert demo.find_problems({"x": ["a"], None: ["b"]}, [ProjectionCheck("l", 39.9, 1.0)]) == [
         "1 of 1 projections under 40 dB, the worst l at 39.9 dB"
     ]
+
+
+def test_the_models_file_is_read_once_while_it_loads(monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    calls = []
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(gguf, name, lambda *arguments, name=name: calls.append((name, *arguments)) or object())
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    with demo_model.read_once():
+        assert gguf.GGUFReader("one") is gguf.GGUFReader("one") is not gguf.GGUFReader("two")
+        assert gguf.get_tensor_name_map(0, 30) is gguf.get_tensor_name_map(0, 30)
+    assert calls == [("GGUFReader", "one"), ("GGUFReader", "two"), ("get_tensor_name_map", 0, 30)]
+    with pytest.raises(KeyError), demo_model.read_once():
+        raise KeyError
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
 
 
 def test_missing_adapter_ends_the_demo(tmp_path):

@@ -153,6 +153,11 @@ def test_paths_are_those_of_the_plan(folder):
     assert f"to 8192: {plan.path} (" in result.output
 
 
+def test_a_models_paths_come_first(folder):
+    output = _run(folder, "--arch", 90).output
+    assert output.index("Paths of model") < output.index("(1) ") < output.index("Versions") < output.index("Probes")
+
+
 @pytest.mark.parametrize("changed", [{"rank": 16}, {"slots": 1}, {"compute": "w8a16"}, {"layout": "block"}])
 def test_the_plan_is_asked_about_the_model_as_patched(folder, monkeypatch, changed):
     from torch_epilora.cli import paths

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -13,6 +15,14 @@ def test_readme_links_and_commands_exist():
         assert (ROOT / target).exists(), target
     targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z][\w-]*)", readme)) <= targets
+
+
+def test_readme_names_the_transformers_needs_of_a_saved_checkpoint():
+    least = re.search(r'"compressed-tensors>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
+    for page in ("README.md", "docs/formats.md"):
+        assert f"compressed-tensors>={least}" in (ROOT / page).read_text(encoding="utf-8"), page
+    transformers = pytest.importorskip("transformers.utils.import_utils")
+    assert transformers.COMPRESSED_TENSORS_MIN_VERSION.startswith(least)
 
 
 def test_no_page_claims_a_speed_without_its_figures():

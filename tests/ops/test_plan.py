@@ -154,9 +154,11 @@ def test_ranks_bound_the_tiles() -> None:
         ({"dtype": torch.float32}, "bf16 only"),
         ({"n": 4100}, "multiples of 16, not 4096 and 4100"),
         ({"k": 130}, "multiples of 16, not 130 and 4096"),
-        ({"layout": "block", "capability": (8, 9)}, "Hopper"),
-        ({"layout": "block", "capability": (10, 0)}, "Hopper"),
-        ({"layout": "block", "n": 4096 + 64}, "multiples of 128"),
+        ({"layout": "block", "capability": (8, 9)}, "its block-scaled form needs Hopper (9.0), not 8.9"),
+        ({"layout": "block", "capability": (10, 0)}, "its block-scaled form needs Hopper (9.0), not 10.0"),
+        ({"layout": "block", "n": 4160}, "its block-scaled form needs outputs in multiples of 128, not 4160"),
+        ({"layout": "block", "k": 4224}, "its block-scaled form needs inputs in multiples of 512, not 4224"),
+        ({"layout": "block", "n": 576, "k": 576}, "multiples of 128, not 576 and inputs in multiples of 512, not 576"),
     ],
 )  # fmt: skip
 def test_the_vendors_gemm_is_refused_with_a_reason(change: dict, reason: str) -> None:
@@ -183,7 +185,8 @@ def test_shared_bytes_counts_the_pipelined_tiles() -> None:
     assert shared_bytes(Shrink(16, 32, 128, 4, False, 4, 3), PROBLEM) == 3 * 2 * (16 + 32) * 128
     # an epilogue that needs more than the main loop decides
     assert shared_bytes(Gemm(128, 128, 16, 128, 8, 1), PROBLEM) == 2 * (128 + 128) * 128
-    assert shared_bytes(Expand(64, 128, 16, 1, 8, 2), PROBLEM) == 4 * 64 * 128
+    # the expand keeps B and y of every stage in flight
+    assert shared_bytes(Expand(64, 128, 16, 1, 8, 2), PROBLEM) == 2 * 2 * (16 * 128 + 64 * 128)
 
 
 def test_shared_bytes_grows_with_every_tile() -> None:

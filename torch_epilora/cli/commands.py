@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from torch_epilora import __version__
+
 __all__ = ["app"]
 
 app = typer.Typer(
     name="epilora",
-    help="Many LoRA adapters together with a low-precision base model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,6 +34,21 @@ class Compute(StrEnum):
 
     w8a8 = "w8a8"
     w8a16 = "w8a16"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"torch-epilora {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Many LoRA adapters together with a low-precision base model."""
 
 
 def _fail(message: str) -> typer.Exit:

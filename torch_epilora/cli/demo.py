@@ -25,6 +25,7 @@ from torch_epilora.cli.demo_check import (
 )
 from torch_epilora.cli.demo_model import MODEL_NAME, decode_answers, encode_questions, load_demo_model
 from torch_epilora.cli.demo_paths import path_table
+from torch_epilora.cli.paths import print_reasons
 
 __all__ = ["ADAPTERS", "QUESTIONS", "find_adapters", "run_demo"]
 
@@ -118,7 +119,9 @@ def _demo(console: Console, directories: Mapping[str, Path]) -> list[str]:
     console.print(_answer_table(by_name))
     console.print(_check_table(checks))
     prompt = inputs["input_ids"].numel()
-    console.print(path_table(model, {"prompt": prompt, "each new token": len(names)}))
+    table, reasons = path_table(model, {"prompt": prompt, "each new token": len(names)})
+    console.print(table)
+    print_reasons(console, reasons)
     console.print(_summary(device, dtype, seconds), markup=False, highlight=False)
     return find_problems(by_name, checks)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,25 @@ def find_model_file() -> Path:
     return files[0]
 
 
+@contextlib.contextmanager
+def read_once() -> Iterator[None]:
+    """Keep what gguf reads while this is open.
+
+    transformers parses the file's metadata three times in a load and builds the table of tensor names anew for every
+    submodule, which together take more than half of the time.
+    """
+    import gguf
+
+    kept = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, read in kept.items():
+            setattr(gguf, name, cache(read))
+        yield
+    finally:
+        for name, read in kept.items():
+            setattr(gguf, name, read)
+
+
 def load_demo_model(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """Load SmolLM2-135M-Instruct with plain linears, and its tokenizer (padding on the left).
 
@@ -70,7 +91,7 @@ def load_demo_model(device: torch.device, dtype: torch.dtype = torch.bfloat16) -
     # Callers show their own progress; the bar of the dequantization has no switch but stderr.
     logging.disable_progress_bar()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), read_once():
             model = AutoModelForCausalLM.from_pretrained(
                 file.parent, quantization_config=GgufConfig(dequantize=True), dtype=dtype, **options
             )
@@ -78,6 +99,8 @@ def load_demo_model(device: torch.device, dtype: torch.dtype = torch.bfloat16) -
     finally:
         logging.enable_progress_bar()
     tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:  # what the file names as its padding token is not read by every transformers
+        tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
 
 

@@ -16,7 +16,7 @@ from torch_epilora.nn import ProjectionInfo, describe
 __all__ = ["path_table"]
 
 
-def path_table(model: Any, tokens: Mapping[str, int]) -> Table:
+def path_table(model: Any, tokens: Mapping[str, int]) -> tuple[Table, list[str]]:
     """Make the table of the projections' paths at the token counts the demo met.
 
     Parameters
@@ -29,21 +29,29 @@ def path_table(model: Any, tokens: Mapping[str, int]) -> Table:
     Returns
     -------
     Table
-        One row a shape of projection; linears that ran fused are one projection.
+        One row a shape of projection: its path by number of tokens, each with the number of its reason. Linears that
+        ran fused are one projection.
+    list of str
+        The reasons; the first has number 1.
     """
     counts: Counter[tuple[str, ...]] = Counter()
+    reasons: list[str] = []
     capability = torch.cuda.get_device_capability(model.device) if model.device.type == "cuda" else None
     for projection in (part for info in describe(model) for part in _as_run(info)):
-        chosen = [choose_path(projection, m, capability, model.dtype) for m in tokens.values()]
+        paths = []
+        for m in tokens.values():
+            path, reason = choose_path(projection, m, capability, model.dtype)
+            if reason not in reasons:
+                reasons.append(reason)
+            paths.append(f"{path} ({reasons.index(reason) + 1})")
         name = " + ".join(path.rpartition(".")[2] for path in projection.names)
-        why = "; ".join(dict.fromkeys(reason for _, reason in chosen))
-        counts[name, f"{projection.n} x {projection.k}", *(path for path, _ in chosen), why] += 1
+        counts[name, f"{projection.n} x {projection.k}", *paths] += 1
     table = Table(title="Which path ran, and why")
-    for heading in ("projection", "N x K", *(f"{name}, {m} tokens" for name, m in tokens.items()), "why", "layers"):
+    for heading in ("projection", "N x K", *(f"{name}, {m} tokens" for name, m in tokens.items()), "layers"):
         table.add_column(heading, justify="right" if heading == "layers" else "left")
     for cells, count in counts.items():
         table.add_row(*cells, str(count))
-    return table
+    return table, reasons
 
 
 def _as_run(info: ProjectionInfo) -> Iterator[ProjectionInfo]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +21,7 @@ ARCHES = tuple(10 * major + minor for major, minor in SHARED_BYTES)
 def run_doctor(
     console: Console, folder: Path | None, *, arch: int | None, layout: str, compute: str, rank: int, slots: int
 ) -> None:
-    """Print versions, GPUs, what the probes found, and a model's paths.
+    """Print a model's paths, then versions, GPUs and what the probes found.
 
     Parameters
     ----------
@@ -44,23 +45,27 @@ def run_doctor(
     ValueError
         Where the folder has no readable config.json.
     """
-    console.print(_versions_table())
     devices = gpus()
+    if folder is not None:
+        if arch is None and devices:
+            arch = devices[0].arch
+        _print_paths(console, folder, arch, layout=layout, compute=compute, rank=rank, slots=slots)
+    console.print(_versions_table())
     console.print(_gpu_table(devices))
     off = disabled_by(DISABLE_PDL)
     console.print(f"{DISABLE_PDL}: {'set, PDL is switched off' if off else 'not set'}", highlight=False)
     console.print(_probe_table(console, devices))
-    if folder is not None:
-        from torch_epilora.cli.paths import paths_table
 
-        if arch is None and devices:
-            arch = devices[0].arch
-        table, reasons = paths_table(folder, arch, layout=layout, compute=compute, rank=rank, slots=slots)
-        console.print(table)
-        for number, reason in enumerate(reasons, 1):
-            console.print(f"({number}) {reason}", markup=False, highlight=False)
-        if arch is None:
-            console.print("--arch 90 shows the paths on a GPU of capability 9.0", highlight=False)
+
+def _print_paths(console: Console, folder: Path, arch: int | None, **options: Any) -> None:
+    from torch_epilora.cli.paths import paths_table, print_reasons
+
+    table, reasons = paths_table(folder, arch, **options)
+    console.print(table)
+    print_reasons(console, reasons)
+    if arch is None:
+        console.print("--arch 90 shows the paths on a GPU of capability 9.0", highlight=False)
+    console.print()
 
 
 def _versions_table() -> Table:

@@ -7,6 +7,8 @@ import platform
 import subprocess
 from dataclasses import dataclass
 
+from torch_epilora import __version__
+
 __all__ = ["Gpu", "driver_version", "gpus", "versions", "why_no_gpu"]
 
 LIBRARIES = ("torch", "triton", "transformers", "peft", "vllm", "safetensors", "numpy")
@@ -44,8 +46,8 @@ class Gpu:
 
 def versions() -> dict[str, str]:
     """Return version of Python, of this package and of each library it works with; "not installed" where it is not."""
-    found = {"python": platform.python_version()}
-    for name in ("torch-epilora", *LIBRARIES):
+    found = {"python": platform.python_version(), "torch-epilora": __version__}
+    for name in LIBRARIES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from torch_epilora.cli.projections import read_dtype, read_projections
 from torch_epilora.nn import ProjectionInfo
 from torch_epilora.ops.plan import Problem, make_plan
 
-__all__ = ["TOKENS", "choose_path", "paths_table"]
+__all__ = ["TOKENS", "choose_path", "paths_table", "print_reasons"]
 
 TOKENS = tuple(1 << i for i in range(14))
 ON_CPU = "on the CPU every operator is its plain-torch reference"
@@ -74,6 +76,20 @@ def paths_table(
         name = "+".join(info.names).replace("_proj", "")
         table.add_row(name, str(count), str(info.k), str(info.n), paths)
     return table, reasons
+
+
+def print_reasons(console: Console, reasons: Sequence[str]) -> None:
+    """Print the reasons that a table of paths refers to by number, from 1.
+
+    Parameters
+    ----------
+    console : Console
+        Where to print.
+    reasons : sequence of str
+        In the order of their numbers.
+    """
+    for number, reason in enumerate(reasons, 1):
+        console.print(f"({number}) {reason}", markup=False, highlight=False)
 
 
 def choose_path(

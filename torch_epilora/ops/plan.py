@@ -131,8 +131,7 @@ def shared_bytes(config: Gemm | Shrink | Expand, problem: Problem) -> int:
         return max(stage * config.num_stages + widened, epilogue, config.block_n * config.block_m * full)
     if isinstance(config, Shrink):
         return (config.block_m + config.block_r) * config.block_k * full * config.num_stages
-    tiles = (config.block_m + config.block_n * config.num_stages) * config.block_r * full
-    tiles += config.block_m * config.block_n * full * (config.num_stages - 1)
+    tiles = (config.block_r + config.block_m) * config.block_n * full * config.num_stages
     return max(tiles, config.block_m * config.block_n * 4)
 
 
@@ -181,8 +180,12 @@ def vendor_refusal(problem: Problem) -> str | None:
     """Say why ``torch._scaled_mm`` cannot be the hybrid path's GEMM, or None if it can."""
     if problem.compute != "w8a8":
         return "it multiplies codes by codes, not w8a16"
-    if problem.layout == "block" and (problem.capability != (9, 0) or problem.n % BLOCK or problem.k % (4 * BLOCK)):
-        return "its block-scaled form needs Hopper, outputs in multiples of 128 and inputs in multiples of 512"
+    if problem.layout == "block" and problem.capability != (9, 0):
+        return f"its block-scaled form needs Hopper (9.0), not {problem.capability[0]}.{problem.capability[1]}"
+    if problem.layout == "block" and (problem.n % BLOCK or problem.k % (4 * BLOCK)):
+        widths = (("outputs", problem.n, BLOCK), ("inputs", problem.k, 4 * BLOCK))
+        wrong = [f"{name} in multiples of {step}, not {width}" for name, width, step in widths if width % step]
+        return f"its block-scaled form needs {' and '.join(wrong)}"
     if problem.dtype != torch.bfloat16:
         return "its row-wise form writes bf16 only"
     if problem.n % 16 or problem.k % 16:
