@@ -90,9 +90,7 @@ class Operands:
             torch.ops.epilora.quantize_fp8_weight(random(n, case.k, spread=case.k**-0.5), "channel")
             for _ in range(self.copies)
         ]
-        self.a = [
-            [adapters(case.rank, case.k, spread=case.k**-0.5) for _ in case.slices] for _ in range(self.copies)
-        ]
+        self.a = [[adapters(case.rank, case.k, spread=case.k**-0.5) for _ in case.slices] for _ in range(self.copies)]
         self.b = [[adapters(width, case.rank, spread=case.rank**-0.5) for width in case.slices] for _ in self.a]
         # Row i has adapter i * adapters // tokens: equal runs, in order, so that torch can take slices of x.
         slots = torch.arange(case.tokens, dtype=torch.int32) * case.adapters // case.tokens

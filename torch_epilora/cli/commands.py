@@ -94,9 +94,7 @@ def doctor(
     if model_dir is None and arch is not None:
         raise typer.BadParameter("it chooses the GPU of a model's paths: give MODEL_DIR too", param_hint="--arch")
     try:
-        run_doctor(
-            Console(), model_dir, arch=arch, layout=layout.value, compute=compute.value, rank=rank, slots=slots
-        )
+        run_doctor(Console(), model_dir, arch=arch, layout=layout.value, compute=compute.value, rank=rank, slots=slots)
     except ValueError as error:
         raise _fail(str(error)) from None
 

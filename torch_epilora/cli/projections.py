@@ -18,9 +18,7 @@ MAX_CONFIG_BYTES = 16 << 20
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def read_projections(
-    folder: Path, *, layout: str, compute: str, rank: int, slots: int
-) -> Counter[ProjectionInfo]:
+def read_projections(folder: Path, *, layout: str, compute: str, rank: int, slots: int) -> Counter[ProjectionInfo]:
     """Patch the skeleton of a transformers causal LM, and count its projections.
 
     Parameters
