@@ -101,8 +101,9 @@ def _skeleton(folder: Path, config: dict[str, Any]) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; a model's shapes need: pip install transformers") from error
-    # auto_map names code that comes with a model; none is run here.
-    plain = {key: value for key, value in config.items() if key != "auto_map"}
+    # auto_map names code that comes with a model; none is run here. The shapes are those of the model before anybody
+    # quantized it.
+    plain = {key: value for key, value in config.items() if key not in ("auto_map", "quantization_config")}
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain))
