@@ -211,3 +211,34 @@ def test_compiled_with_dynamic_tokens() -> None:
         slots = torch.randint(-1, 3, (m,), dtype=torch.int32, device="cuda")
         assert torch.equal(compiled(case.x, slots), f(case.x, slots))
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("layout", ["tensor", "channel", "block"])
+def test_gradients_equal_the_dequantized_layers(layout: str) -> None:
+    from torch_epilora.ops import dequantize_fp8
+
+    case = make_case(
+        40,
+        256,
+        [128, 64],
+        8,
+        2,
+        layout=layout,
+        compute="w8a16",
+        popularity="one",
+        mixed_ranks=False,
+        poison=False,
+        device="cuda",
+    )
+    leaves = [case.x, *case.a, *case.b]
+    for t in leaves:
+        t.requires_grad_()
+    weights = torch.randn(40, 192, device="cuda")
+    got = torch.autograd.grad((case.run().float() * weights).sum(), leaves)
+    wide = [t.detach().float().requires_grad_() for t in leaves]
+    x, a, b = wide[0], wide[1:3], wide[3:]
+    y = x @ dequantize_fp8(case.weight, case.weight_scale).t()
+    delta = [case.scaling[s, 1] * (x @ a[s][1].t()) @ b[s][1].t() for s in range(2)]
+    want = torch.autograd.grad(((y + torch.cat(delta, 1)) * weights).sum(), wide)
+    for g, w in zip(got, want, strict=True):
+        assert sqnr(g, w) > 40
