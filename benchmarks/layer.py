@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.timing import copies, environment, interleaved_us
+from benchmarks.timing import copies, environment
 from tests.cases import Case, make_case, oracle, sqnr
+from torch_epilora.cli.timing import median_times
 from torch_epilora.ops.dispatch import plan_of
 
 MODELS = {
@@ -130,7 +131,8 @@ def measure(k: int, widths: list[int], m: int, slots: int, options: argparse.Nam
     wrong = {name: value for name, value in db.items() if not value > 40}
     if wrong:
         raise RuntimeError(f"not timed, since these differ from fp64 (decibels): {wrong}")
-    times = interleaved_us(systems)
+    rounds = {name: lambda copy, calls=calls: calls[copy]() for name, calls in systems.items()}
+    times = median_times(rounds, len(weights), case.x.device)
     times["ours"] = times[plan_of(*case.args()).path]
     return times, db
 
