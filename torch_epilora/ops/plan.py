@@ -100,10 +100,7 @@ class Expand:
 
 @dataclass(frozen=True)
 class Plan:
-    """A path, the reason it was chosen, whose GEMM computes a bare base ("own" or "vendor").
-
-    And every kernel's tiles.
-    """
+    """A path, the reason it was chosen, whose GEMM computes the base ("own" or "vendor"), and every kernel's tiles."""
 
     path: str
     reason: str
@@ -118,10 +115,7 @@ def _size(dtype: torch.dtype) -> int:
 
 
 def shared_bytes(config: Gemm | Shrink | Expand, problem: Problem) -> int:
-    """Estimate of a kernel's shared memory in bytes: its pipelined operand tiles.
-
-    Or the epilogue's if those are larger.
-    """
+    """Estimate a kernel's shared memory in bytes: its pipelined tiles, or the epilogue's if those are larger."""
     x = 1 if problem.compute == "w8a8" else _size(problem.dtype)
     full = _size(problem.dtype)
     if isinstance(config, Gemm):

@@ -33,6 +33,17 @@ def row_tile(tile, ids_ptr, counts_ptr, num_groups, num_slots, GROUPS: tl.conste
 
 
 @triton.jit
+def tile_rows(group, first, sorted_ptr, counts_ptr, starts_ptr, M, BM: tl.constexpr):
+    """(rows of the tile that starts at row ``first`` of its group, which of them exist), for any metadata."""
+    within = first + tl.arange(0, BM)
+    position = tl.load(starts_ptr + group) + within
+    inside = (within < tl.load(counts_ptr + group)) & (position >= 0) & (position < M)
+    rows = tl.load(sorted_ptr + position, mask=inside, other=-1)
+    valid = (rows >= 0) & (rows < M)
+    return rows.to(tl.int64), valid
+
+
+@triton.jit
 def pick(values, index):
     """values[index] for a tuple of pointers or integers and a run-time index."""
     picked = values[0]

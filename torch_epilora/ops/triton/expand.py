@@ -9,7 +9,15 @@ from torch import Tensor
 
 from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Expand
-from torch_epilora.ops.triton.common import column_tile, on_device, pick, row_tile, slot_rank, slot_scaling
+from torch_epilora.ops.triton.common import (
+    column_tile,
+    on_device,
+    pick,
+    row_tile,
+    slot_rank,
+    slot_scaling,
+    tile_rows,
+)
 from torch_epilora.ops.triton.shrink import row_tiles, stride_or_zero
 
 
@@ -58,13 +66,7 @@ def expand_kernel(
     rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
     if rank <= 0:
         return
-    within = first + tl.arange(0, BM)
-    position = tl.load(starts_ptr + group) + within
-    rows = tl.load(
-        sorted_ptr + position, mask=(within < tl.load(counts_ptr + group)) & (position >= 0) & (position < M), other=-1
-    )
-    valid = (rows >= 0) & (rows < M)
-    rows = rows.to(tl.int64)
+    rows, valid = tile_rows(group, first, sorted_ptr, counts_ptr, starts_ptr, M, BM)
     scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
     b_ptr = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
     b_bias_ptr = pick(b_bias_ptrs, slice_index) + slot.to(tl.int64) * width

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_epilora.ops.checks import BLOCK, Groups
 from torch_epilora.ops.plan import Shrink
 from torch_epilora.ops.triton import quantize as q
-from torch_epilora.ops.triton.common import on_device, pick, row_tile, slot_rank, slot_scaling
+from torch_epilora.ops.triton.common import on_device, pick, row_tile, slot_rank, slot_scaling, tile_rows
 
 
 @triton.jit(do_not_specialize=["M", "num_groups", "num_slots", "quantize_rows"])
@@ -42,13 +42,7 @@ def shrink_kernel(
     if group < 0:
         return
     slot = tl.load(ids_ptr + group)
-    count = tl.load(counts_ptr + group)
-    start = tl.load(starts_ptr + group)
-    within = first + tl.arange(0, BM)
-    position = start + within
-    rows = tl.load(sorted_ptr + position, mask=(within < count) & (position >= 0) & (position < M), other=-1)
-    valid = (rows >= 0) & (rows < M)
-    rows = rows.to(tl.int64)
+    rows, valid = tile_rows(group, first, sorted_ptr, counts_ptr, starts_ptr, M, BM)
     rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
     r = r0 + tl.arange(0, BR)
     a_ptr = pick(a_ptrs, slice_index) + slot.to(tl.int64) * stride_al
@@ -94,16 +88,11 @@ def sum_planes_kernel(
         return
     slice_index = tl.program_id(1)
     slot = tl.load(ids_ptr + group)
-    within = first + tl.arange(0, BM)
-    position = tl.load(starts_ptr + group) + within
-    rows = tl.load(
-        sorted_ptr + position, mask=(within < tl.load(counts_ptr + group)) & (position >= 0) & (position < M), other=-1
-    )
-    valid = (rows >= 0) & (rows < M)
+    rows, valid = tile_rows(group, first, sorted_ptr, counts_ptr, starts_ptr, M, BM)
     scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
     for r0 in range(0, R, BR):
         r = r0 + tl.arange(0, BR)
-        offs = (rows.to(tl.int64)[:, None] * SLICES + slice_index) * R + r[None, :]
+        offs = (rows[:, None] * SLICES + slice_index) * R + r[None, :]
         keep = valid[:, None] & (r < R)[None, :]
         total = tl.zeros([BM, BR], tl.float32)
         for s in tl.static_range(SPLIT):
