@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from torch_epilora.cli import bench, bench_cases, machine, timing
 from torch_epilora.cli.bench_cases import Case, Operands
 from torch_epilora.cli.commands import app
+from torch_epilora.cli.sqnr import sqnr_db
 
 CASE = Case("q+k", 160, (96, 48), tokens=7, adapters=3, rank=5)
 CPU = torch.device("cpu")
@@ -69,8 +70,8 @@ def test_variants_agree_with_fp32_on_every_copy():
     operands = Operands(CASE, CPU, copies=2)
     reference = bench_cases.oracle(operands)
     for name, step in bench_cases.variants(operands).items():
-        assert bench_cases.sqnr(step(0), reference) > bench.LEAST_SQNR, name
-        assert bench_cases.sqnr(step(1), reference) < 5, f"{name} computes copy 0 whatever copy it is asked for"
+        assert sqnr_db(reference, step(0)) > bench.LEAST_SQNR, name
+        assert sqnr_db(reference, step(1)) < 5, f"{name} computes copy 0 whatever copy it is asked for"
 
 
 def test_oracle_adds_each_rows_own_adapter():
@@ -125,9 +126,9 @@ def test_a_wrong_or_failing_variant_is_not_timed_and_fails_the_command(monkeypat
 
 def test_sqnr_of_a_result_with_nan_is_the_worst():
     reference = torch.ones(4)
-    assert bench_cases.sqnr(torch.tensor([1, 1, 1, float("nan")]), reference) == float("-inf")
-    assert bench_cases.sqnr(reference, reference) == float("inf")
-    assert bench_cases.sqnr(reference * 0.9, reference) == pytest.approx(20, abs=1e-3)
+    assert sqnr_db(reference, torch.tensor([1, 1, 1, float("nan")])) == float("-inf")
+    assert sqnr_db(reference, reference) == float("inf")
+    assert sqnr_db(reference, reference * 0.9) == pytest.approx(20, abs=1e-3)
 
 
 def test_times_are_medians_of_one_call(monkeypatch):

@@ -18,8 +18,9 @@ from rich.console import Console
 
 import torch_epilora as te
 from torch_epilora.cli import demo, demo_check, demo_model, demo_paths
-from torch_epilora.cli.demo_check import ProjectionCheck, check_projections, fp8_projections, peft_reference, sqnr_db
+from torch_epilora.cli.demo_check import ProjectionCheck, check_projections, fp8_projections, peft_reference
 from torch_epilora.cli.paths import ON_CPU
+from torch_epilora.cli.sqnr import sqnr_db
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "adapters"
 HIDDEN, LAYERS, ROWS, TOKENS = 64, 2, 4, 5

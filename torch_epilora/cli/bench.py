@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from torch_epilora.cli.bench_cases import CPU_CASES, GPU_CASES, Case, Operands, oracle, sqnr, variants
+from torch_epilora.cli.bench_cases import CPU_CASES, GPU_CASES, Case, Operands, oracle, variants
 from torch_epilora.cli.machine import driver_version, gpus, versions
+from torch_epilora.cli.sqnr import sqnr_db
 from torch_epilora.cli.timing import median_times
 
 __all__ = ["measure", "run_bench"]
@@ -49,7 +50,7 @@ def measure(case: Case, device: torch.device, copies: int | None = None) -> dict
     steps = variants(operands)
     for name, step in steps.items():
         try:
-            quality[name] = sqnr(step(0), reference)
+            quality[name] = sqnr_db(reference, step(0))
         except (RuntimeError, NotImplementedError, ValueError) as error:
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else 'no message'}"
             continue

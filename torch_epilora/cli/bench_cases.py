@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_epilora.ops import Groups, adapter_groups, lora_linear
 
-__all__ = ["CPU_CASES", "GPU_CASES", "Case", "Operands", "oracle", "sqnr", "variants"]
+__all__ = ["CPU_CASES", "GPU_CASES", "Case", "Operands", "oracle", "variants"]
 
 # Enough bytes of weights in rotation that none of them is still in a cache (an H200's L2 holds 50 MiB).
 ROTATED_BYTES = 256 << 20
@@ -152,12 +152,3 @@ def oracle(operands: Operands) -> Tensor:
         for a, b, part in zip(operands.a[0], operands.b[0], y.split(case.slices, 1), strict=True):
             part[rows] += x[rows] @ a[slot].float().t() @ b[slot].float().t()
     return y
-
-
-def sqnr(y: Tensor, reference: Tensor) -> float:
-    """Return the signal-to-quantization-noise ratio of y against a reference, in dB; -inf where y is not finite."""
-    noise = (y.float() - reference).square().sum().item()
-    if noise != noise or noise == float("inf"):
-        return float("-inf")
-    signal = reference.square().sum()
-    return float("inf") if noise == 0 else 10 * torch.log10(signal / noise).item()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_epilora.cli.sqnr import sqnr_db
 from torch_epilora.ops.reference import dequantize_fp8
 
-__all__ = ["MIN_SQNR_DB", "ProjectionCheck", "check_projections", "fp8_projections", "peft_reference", "sqnr_db"]
+__all__ = ["MIN_SQNR_DB", "ProjectionCheck", "check_projections", "fp8_projections", "peft_reference"]
 
 MIN_SQNR_DB = 40.0
 """Below this a projection counts as wrong; one rounding to bf16 alone leaves some 55 dB."""
@@ -52,35 +52,6 @@ class ProjectionCheck:
     def passed(self) -> bool:
         """Whether the SQNR is at least `MIN_SQNR_DB` and the gain within `MAX_GAIN_ERROR` of 1."""
         return self.sqnr_db >= MIN_SQNR_DB and (self.gain is None or abs(self.gain - 1) <= MAX_GAIN_ERROR)
-
-
-def sqnr_db(expected: Tensor, actual: Tensor) -> float:
-    """Compute the signal to quantization noise ratio 10 log10(sum expected^2 / sum (expected - actual)^2) in dB.
-
-    Parameters
-    ----------
-    expected, actual : Tensor
-        Two tensors of one shape, any float dtype; summed in fp64.
-
-    Returns
-    -------
-    float
-        Infinite where they are equal, minus infinity where `actual` is not finite.
-
-    Raises
-    ------
-    ValueError
-        The shapes differ.
-    """
-    if expected.shape != actual.shape:
-        raise ValueError(f"actual: expected shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
-    noise = (expected.double() - actual.double()).square().sum().item()
-    signal = expected.double().square().sum().item()
-    if noise == 0:
-        return math.inf
-    if not math.isfinite(noise) or signal == 0:
-        return -math.inf
-    return 10 * math.log10(signal / noise)
 
 
 def fp8_projections(model: nn.Module) -> dict[str, nn.Module]:
