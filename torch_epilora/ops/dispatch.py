@@ -20,6 +20,10 @@ for _name in SCHEMAS:
     library.impl(_name, reference.lora_linear if _name in LINEAR_OPS else getattr(reference, _name), "CPU")
 
 
+_UNKNOWN = torch.tensor([False], device="cpu")
+"""The no-adapter flag of operators that are not told: any row may have an adapter."""
+
+
 @lru_cache(maxsize=64)
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
@@ -205,7 +209,7 @@ def _cuda_shrink(
     from torch_epilora.ops.triton.shrink import shrink
 
     plan = make_plan(Problem(x.shape[0], 0, x.shape[1], r, len(a), ids.shape[0], dtype=x.dtype, capability=capability))
-    groups = Groups(sorted_tokens, ids, counts, starts, sorted_tokens)
+    groups = Groups(sorted_tokens, ids, counts, starts, _UNKNOWN)
     return shrink(x, a, rank, scaling, groups, plan.shrink)
 
 
@@ -230,7 +234,7 @@ def _cuda_expand(
     plan = make_plan(
         Problem(y.shape[0], y.shape[1], 0, h.shape[2], len(b), ids.shape[0], dtype=y.dtype, capability=capability)
     )
-    groups = Groups(sorted_tokens, ids, counts, starts, sorted_tokens)
+    groups = Groups(sorted_tokens, ids, counts, starts, _UNKNOWN)
     expand_add(y, h[None], b, b_bias, rank, scaling, groups, plan.expand)
 
 
