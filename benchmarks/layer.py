@@ -1,143 +1,174 @@
-"""One decoder layer's four projections with LoRA adapters: the library's paths beside vLLM's kernels, in one run.
+"""One decoder layer's four projections with LoRA adapters: the library's paths beside its peers' kernels, in one run.
 
     python -m benchmarks.layer --tokens 16 256 2048 --adapters 1 32 --out benchmarks/results/layer.json
 
 Prints microseconds a layer (the four projections summed) and writes every figure with GPU, versions and commit.
-Weights are rotated so that none comes from L2. Each system's output is compared with fp64 before it is timed. vLLM's
-columns appear where vLLM is installed: ``vllm_bare`` is its quantization and CUTLASS GEMM (Marlin for W8A16), ``vllm``
-adds its shrink and expand with their default launch configurations.
+Weights are rotated so that none comes from L2. Each system's output is compared with fp64 before it is timed, its
+memory full of NaN when it starts. The whole measurement of a projection is repeated; its mean counts, and the least and
+the most are kept as its spread. A tensor-parallel shard is one rank's share, without communication.
+
+The library's systems: ``bare`` has no adapters and ``none`` has them but no row uses one; ``decode`` (up to 32 tokens),
+``fused`` and ``hybrid`` are its paths, and ``ours`` repeats the figure of the one that the plan takes. ``bare_codes``
+and ``decode_codes`` are handed the activations' codes (W8A8). The peers', where installed: ``vllm_bare``, ``vllm_gemm``
+(from codes), ``vllm`` and ``sglang``, see ``benchmarks/peers.py``.
 """
 
 import argparse
 import json
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
+from torch import Tensor
 
+from benchmarks import peers, sglang_part
+from benchmarks.models import MODELS
+from benchmarks.peers import Call
 from benchmarks.timing import copies, environment
-from tests.cases import Case, make_case, oracle, sqnr
+from tests.cases import Case, group_rows, make_case, oracle, sqnr
 from torch_epilora.cli.timing import median_times
 from torch_epilora.ops.dispatch import plan_of
 
-MODELS = {
-    "qwen3-8b": {
-        "qkv": (4096, [4096, 1024, 1024]),
-        "o": (4096, [4096]),
-        "gate_up": (4096, [12288, 12288]),
-        "down": (12288, [4096]),
-    },
-    "llama-3.1-8b": {
-        "qkv": (4096, [4096, 1024, 1024]),
-        "o": (4096, [4096]),
-        "gate_up": (4096, [14336, 14336]),
-        "down": (14336, [4096]),
-    },
-    "qwen3-0.6b": {
-        "qkv": (1024, [2048, 1024, 1024]),
-        "o": (2048, [1024]),
-        "gate_up": (1024, [3072, 3072]),
-        "down": (3072, [1024]),
-    },
-}
+DEVICE = "cuda"
+DECODE_TOKENS = 32
+OURS = ("bare", "bare_codes", "none", "decode", "decode_codes", "fused", "hybrid")
+NO_ADAPTER = {"bare", "bare_codes", "none", "vllm_bare", "vllm_gemm"}
+LEAST_SQNR = 40.0
 
 
-def vllm_gemm(case: Case) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
-    """Make vLLM's base projection of one weight: CUTLASS by row or by block after its quantizer, Marlin for W8A16."""
-    from vllm import _custom_ops as ops
-
-    n, dtype = case.weight.shape[0], case.x.dtype
-    if case.compute == "w8a16":
-        from vllm.model_executor.layers.quantization.utils import marlin_utils_fp8 as marlin
-
-        def widened(weight: torch.Tensor) -> Callable[[], torch.Tensor]:
-            layer = torch.nn.Module()
-            layer.orig_dtype, layer.output_size_per_partition, layer.input_size_per_partition = dtype, *weight.shape
-            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-            layer.weight_scale = torch.nn.Parameter(case.weight_scale.clone(), requires_grad=False)
-            marlin.prepare_fp8_layer_for_marlin(layer, size_k_first=False)
-            args = layer.weight, layer.weight_scale, layer.workspace, *weight.shape, None
-            return lambda: marlin.apply_fp8_marlin_linear(case.x, *args)
-
-        return widened
-    if case.layout == "block":
-        from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
-
-        def blocks(weight: torch.Tensor) -> torch.Tensor:
-            codes, x_scale = per_token_group_quant_fp8(case.x, 128, column_major_scales=True, use_ue8m0=False)
-            return ops.cutlass_scaled_mm(codes, weight.t(), x_scale, case.weight_scale.t(), dtype)
-
-        return lambda weight: partial(blocks, weight)
-    scale = case.weight_scale.expand(n, 1).contiguous() if case.layout == "tensor" else case.weight_scale
-
-    def rows(weight: torch.Tensor) -> torch.Tensor:
-        codes, x_scale = ops.scaled_fp8_quant(case.x, use_per_token_if_dynamic=True)
-        return ops.cutlass_scaled_mm(codes, weight.t(), x_scale, scale, dtype)
-
-    return lambda weight: partial(rows, weight)
+def with_codes(case: Case) -> Case | None:
+    """The case with its activations' codes handed in, or None where there are none."""
+    if case.compute != "w8a8":
+        return None
+    quantize = getattr(torch.ops.epilora, "quantize_fp8_group" if case.layout == "block" else "quantize_fp8_token")
+    x_codes, x_scale = quantize(case.x)
+    return replace(case, x_codes=x_codes, x_scale=x_scale)
 
 
-def vllm_systems(case: Case, weights: list[torch.Tensor], slots: int) -> dict[str, list[Callable]]:
-    """Make vLLM's calls where it is installed; it folds the scaling into B, so B is scaled here."""
+def bound(op: str, case: Case, weights: list[Tensor]) -> list[Call]:
+    """Calls of one of the library's operators, one a weight."""
+    args = case.args()
+    return [partial(getattr(torch.ops.epilora, op), *args[:3], weight, *args[4:]) for weight in weights]
+
+
+def our_systems(case: Case, coded: Case | None, weights: list[Tensor]) -> dict[str, Callable[[], list[Call]]]:
+    """What makes the calls of each of the library's systems that fit the case."""
+    m, nobody = case.x.shape[0], [-1] * case.x.shape[0]
+    without = {"a": [], "b": [], "rank": None, "scaling": None}
+    idle = replace(case, groups=group_rows(nobody, case.a[0].shape[0], device=DEVICE))
+    systems = {
+        "bare": ("lora_linear", replace(case, **without)),
+        "none": ("lora_linear", idle),
+        "fused": ("lora_linear_fused", case),
+        "hybrid": ("lora_linear_hybrid", case),
+    }
+    if m <= DECODE_TOKENS:
+        systems["decode"] = ("lora_linear_decode", case)
+    if coded is not None:
+        systems["bare_codes"] = ("lora_linear", replace(coded, **without))
+    if coded is not None and m <= DECODE_TOKENS:
+        systems["decode_codes"] = ("lora_linear_decode", coded)
+    return {name: partial(bound, op, call, weights) for name, (op, call) in systems.items()}
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within it new memory is full of NaN, so that no element which a kernel leaves unwritten passes for right."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        from vllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand, lora_shrink
-    except ImportError:
-        return {}
-    m, rank = case.x.shape[0], case.a[0].shape[1]
-    a = [t[:, None] for t in case.a]
-    b = [(t * case.scaling[i, :, None, None]).to(t.dtype)[:, None].contiguous() for i, t in enumerate(case.b)]
-    meta = LoRAKernelMeta.make(slots, m, "cuda")
-    meta.prepare_tensors(torch.tensor(case.row_slots, dtype=torch.int32, device="cuda"))
-    args = meta.meta_args(m, True)
-    bare = [vllm_gemm(case)(weight) for weight in weights]
-
-    def full(base: Callable[[], torch.Tensor]) -> torch.Tensor:
-        y = base()
-        h = torch.empty(len(a), m, rank, device="cuda")
-        lora_shrink(case.x, a, h, *args, 1.0)
-        lora_expand(h, b, y, *args, 0, True)
-        return y
-
-    return {"vllm_bare": bare, "vllm": [partial(full, base) for base in bare]}
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
-def measure(k: int, widths: list[int], m: int, slots: int, options: argparse.Namespace) -> tuple[dict, dict]:
-    """Microseconds and decibels of every system on one projection."""
+def check(
+    systems: Mapping[str, Callable[[], list[Call]]], want: Tensor, base: Tensor
+) -> tuple[dict[str, list[Call]], dict[str, float], dict[str, str]]:
+    """Make every system's calls and compare the first with fp64.
+
+    Returns the calls and decibels of the systems that may be timed, and why each of the others may not. What an
+    operator of the library raises besides ValueError, its refusal of a case, ends the run; a peer's failure does not.
+    """
+    calls: dict[str, list[Call]] = {}
+    db: dict[str, float] = {}
+    left_out: dict[str, str] = {}
+    for name, make in systems.items():
+        forgiven = Exception if name in peers.NAMES else ValueError
+        try:
+            made = make()
+            with poisoned():
+                got = made[0]()
+        except forgiven as error:
+            left_out[name] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        quality = sqnr(got, base if name in NO_ADAPTER else want)
+        if quality > LEAST_SQNR:
+            calls[name], db[name] = made, round(quality, 1)
+        else:
+            left_out[name] = f"wrong: {quality:.1f} dB from fp64, expected over {LEAST_SQNR:.0f}"
+    return calls, db, left_out
+
+
+def measure(k: int, widths: list[int], m: int, slots: int, options: argparse.Namespace) -> tuple[list[dict], dict]:
+    """Microseconds of every system on one projection, one dict a repeat; and what else is known about it."""
     case = make_case(
         m, k, widths, options.rank, slots, layout=options.layout, compute=options.compute, popularity="distinct",
-        mixed_ranks=False, poison=False, bias=False, device="cuda",
+        mixed_ranks=False, poison=False, bias=False, device=DEVICE,
     )  # fmt: skip
-    weights = [
-        case.weight,
-        *(case.weight[torch.randperm(sum(widths), device="cuda")] for _ in range(copies(sum(widths) * k) - 1)),
-    ]
+    n = sum(widths)
+    weights = [case.weight, *(case.weight[torch.randperm(n, device=DEVICE)] for _ in range(copies(n * k) - 1))]
+    coded = with_codes(case)
+    systems = our_systems(case, coded, weights) | peers.systems(case, coded, weights)
+    calls, db, left_out = check(
+        {name: systems[name] for name in options.systems if name in systems},
+        oracle(case),
+        oracle(replace(case, row_slots=[-1] * m)),
+    )
+    path = plan_of(*case.args()).path
+    rounds = {name: lambda copy, made=made: made[copy]() for name, made in calls.items()}
+    repeats = [median_times(rounds, len(weights), case.x.device) for _ in range(options.repeat)]
+    for times in repeats:
+        if path in times:
+            times["ours"] = times[path]
+    return repeats, {"sqnr": db, "path": path, "left_out": left_out}
 
-    def ours(op: str, call: Case, weight: torch.Tensor) -> torch.Tensor:
-        args = list(call.args())
-        args[3] = weight
-        return getattr(torch.ops.epilora, op)(*args)
 
-    bare = Case(**{**vars(case), "a": [], "b": [], "rank": None, "scaling": None})
-    systems = {
-        "bare": [partial(ours, "lora_linear", bare, w) for w in weights],
-        "fused": [partial(ours, "lora_linear_fused", case, w) for w in weights],
-        "hybrid": [partial(ours, "lora_linear_hybrid", case, w) for w in weights],
+def summary(repeats: list[dict[str, float]], digits: int) -> dict[str, dict]:
+    """Mean of the repeats by system, and their least and most."""
+    samples = {name: [times[name] for times in repeats] for name in repeats[0]}
+    return {
+        "us": {name: round(fmean(values), digits) for name, values in samples.items()},
+        "spread": {name: [round(min(values), digits), round(max(values), digits)] for name, values in samples.items()},
     }
-    systems |= vllm_systems(case, weights, slots)
-    want = oracle(case)
-    base = oracle(Case(**{**vars(case), "row_slots": [-1] * m}))
-    db = {name: round(sqnr(calls[0](), base if name.endswith("bare") else want), 1) for name, calls in systems.items()}
-    wrong = {name: value for name, value in db.items() if not value > 40}
-    if wrong:
-        raise RuntimeError(f"not timed, since these differ from fp64 (decibels): {wrong}")
-    rounds = {name: lambda copy, calls=calls: calls[copy]() for name, calls in systems.items()}
-    times = median_times(rounds, len(weights), case.x.device)
-    times["ours"] = times[plan_of(*case.args()).path]
-    return times, db
 
 
-def main() -> None:
+def added(projections: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """The projections' times summed, repeat by repeat, for the systems that have a figure for every one of them."""
+    systems = [name for name in projections[0][0] if all(name in repeats[0] for repeats in projections)]
+    return [{name: sum(times[name] for times in part) for name in systems} for part in zip(*projections, strict=True)]
+
+
+def layer_row(model: str, m: int, slots: int, options: argparse.Namespace) -> dict:
+    """One row of the results: a layer, and its projections."""
+    repeats, projections = [], {}
+    for name, (k, widths) in MODELS[model].items():
+        samples, known = measure(k, widths, m, slots, options)
+        repeats.append(samples)
+        projections[name] = {**summary(samples, 2), **known}
+        torch.cuda.empty_cache()
+    head = {"model": model, "tokens": m, "adapters": slots, "rank": options.rank}
+    head |= {"layout": options.layout, "compute": options.compute}
+    return {**head, **summary(added(repeats), 1), "projections": projections}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; ``systems`` names only what can be measured here."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["qwen3-8b"], choices=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 2048])
@@ -145,30 +176,47 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--layout", default="channel", choices=["tensor", "channel", "block"])
     parser.add_argument("--compute", default="w8a8", choices=["w8a8", "w8a16"])
+    parser.add_argument("--systems", nargs="+", choices=[*OURS, *peers.NAMES], help="default: all that fit a case")
+    parser.add_argument("--repeat", type=int, default=3, help="repeats of each projection's measurement")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    rows = []
+    options = parser.parse_args(arguments)
+    if options.repeat < 1:
+        parser.error(f"--repeat: expected at least 1, but {options.repeat} came")
+    here = [*OURS, *peers.installed()]
+    missing = [name for name in options.systems or here if name not in here]
+    if missing:
+        parser.error(f"--systems: {', '.join(missing)} need vLLM installed, and sglang also {sglang_part.VARIABLE} set")
+    options.systems = options.systems or here
+    return options
+
+
+def write(path: Path, sources: dict, rows: list[dict]) -> None:
+    """Write a result file, one row a line."""
+    lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
+    path.write_text(f'{{"environment": {json.dumps(sources)},\n"rows": [\n{lines}\n]}}\n')
+
+
+def main() -> None:
+    options = parse()
+    sources = {**environment(), "sglang": sglang_part.release()}
+    rows, wrong = [], False
     for model in options.models:
         for m in options.tokens:
             for slots in options.adapters:
-                if slots > max(m, 1):
+                if slots > m:
                     continue
-                layer: dict[str, float] = {}
-                detail = {}
-                for name, (k, widths) in MODELS[model].items():
-                    times, db = measure(k, widths, m, slots, options)
-                    detail[name] = {"us": {s: round(t, 2) for s, t in times.items()}, "sqnr": db}
-                    for system, t in times.items():
-                        layer[system] = layer.get(system, 0.0) + t
-                    torch.cuda.empty_cache()
-                layer = {system: round(t, 1) for system, t in layer.items()}
-                head = {"model": model, "tokens": m, "adapters": slots, "rank": options.rank}
-                rows.append(
-                    {**head, "layout": options.layout, "compute": options.compute, "us": layer, "projections": detail}
-                )
-                print(" ".join(f"{v}" for v in head.values()), layer, flush=True)
-    if options.out:
-        options.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+                start = time.perf_counter()
+                row = layer_row(model, m, slots, options)
+                rows.append(row)
+                print(model, m, slots, options.rank, row["us"], f"in {time.perf_counter() - start:.0f} s", flush=True)
+                for name, projection in row["projections"].items():
+                    for system, reason in projection["left_out"].items():
+                        wrong = wrong or reason.startswith("wrong")
+                        print(f"  {name}: left out {system}: {reason}", flush=True)
+                if options.out:  # after every row, so that a run cut short keeps what it has
+                    write(options.out, sources, rows)
+    if wrong:
+        sys.exit("a system's output was wrong, so it was not timed: see above")
 
 
 if __name__ == "__main__":

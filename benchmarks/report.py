@@ -14,16 +14,38 @@ INTRO = """# First figures
 <!-- written by `python -m benchmarks.report` from benchmarks/results; edit that, not this -->
 
 Time of one decoder layer's four linear projections with LoRA adapters, in microseconds, on one GPU: this library beside
-vLLM's kernels in the same run. *Bare* is the layer without adapters, activations quantized by each side (W8A8; vLLM's
-W8A16 is Marlin). *Fused* and *hybrid* are the two CUDA paths, *chosen* the one that the plan takes. Each row's tokens
-are spread evenly over its adapters. Every system's output was compared with fp64 before it was timed (over 40 dB, or no
-figure). CUDA graphs, weights rotated so that none comes from L2, medians of interleaved rounds. vLLM's LoRA kernels run
-their default launch configurations, as they ship. The script is `benchmarks/layer.py`; the log of what was tried is
-`benchmarks/NOTES.md`.
+its peers' kernels in the same run. *Bare* is the layer without adapters, activations quantized by each side (W8A8;
+vLLM's W8A16 is Marlin). *Decode* (up to 32 tokens), *fused* and *hybrid* are the CUDA paths, *chosen* the one that the
+plan takes. *vLLM LoRA* is vLLM's base with its LoRA kernels in their default launch configurations, as they ship;
+*SGLang LoRA* is vLLM's base with SGLang's planned LoRA runner, on its tuned plans. Each row's tokens are spread evenly
+over its adapters. Every system's output was compared with fp64 before it was timed (over 40 dB, or no figure). CUDA
+graphs, weights rotated so that none comes from L2, medians of interleaved rounds; a file with a spread holds the mean
+of several such medians. A dash: not measured, or not a case of that path. The script is `benchmarks/layer.py`; the log
+of what was tried is `benchmarks/NOTES.md`.
 
-These are the two general paths. The decode path for up to 32 tokens is not built yet, so those rows are where it starts
-from. W8A16 at few tokens, whose weights are still widened by conversion instructions, is slower than vLLM's Marlin.
+W8A16 at few tokens, where weights are widened by conversion instructions, is slower than vLLM's Marlin.
 """
+
+
+COLUMNS = {
+    "bare": "bare",
+    "vLLM bare": "vllm_bare",
+    "decode": "decode",
+    "fused": "fused",
+    "hybrid": "hybrid",
+    "chosen": "ours",
+    "vLLM LoRA": "vllm",
+    "SGLang LoRA": "sglang",
+}
+RATIOS = {"chosen / vLLM": "vllm", "chosen / SGLang": "sglang"}
+
+
+def cells(row: dict) -> list[str]:
+    """One row of the table; a dash where the row has no such figure."""
+    us = row["us"]
+    times = [f"{us[system]:.0f}" if system in us else "-" for system in COLUMNS.values()]
+    ratios = [f"{us['ours'] / us[system]:.2f}" if "ours" in us and system in us else "-" for system in RATIOS.values()]
+    return [*(str(row[key]) for key in ("model", "rank", "tokens", "adapters")), *times, *ratios]
 
 
 def table(path: Path) -> str:
@@ -33,27 +55,21 @@ def table(path: Path) -> str:
     first = rows[0]
     models = sorted({row["model"] for row in rows})
     ranks = sorted({row["rank"] for row in rows})
-    title = f"{first['compute'].upper()}, scales per {first['layout']}"
-    lines = [
-        f"## {title}, {', '.join(models)}, rank {', '.join(map(str, ranks))}",
-        "",
-        f"{env['gpu']}, torch {env['torch']}, Triton {env['triton']}, vLLM {env['vllm']}, commit `{env['commit']}`.",
-        f"`{path.relative_to(ROOT)}`",
-        "",
-        "| model | rank | tokens | adapters | bare | vLLM bare | fused | hybrid | chosen | vLLM LoRA | chosen / vLLM |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        us = row["us"]
-        cells = [us.get(name) for name in ("bare", "vllm_bare", "fused", "hybrid", "ours", "vllm")]
-        shown = ["-" if cell is None else f"{cell:.0f}" for cell in cells]
-        ratio = "-" if us.get("vllm") is None else f"{us['ours'] / us['vllm']:.2f}"
-        lines.append(
-            f"| {row['model']} | {row['rank']} | {row['tokens']} | {row['adapters']} | "
-            + " | ".join([*shown, ratio])
-            + " |"
-        )
-    return "\n".join(lines)
+    heading = ["model", "rank", "tokens", "adapters", *COLUMNS, *RATIOS]
+    peers = "".join(f" {name} {env[key]}," for name, key in (("vLLM", "vllm"), ("SGLang", "sglang")) if env.get(key))
+    return "\n".join(
+        [
+            f"## {first['compute'].upper()}, scales per {first['layout']}, {', '.join(models)}, "
+            f"rank {', '.join(map(str, ranks))}",
+            "",
+            f"{env['gpu']}, torch {env['torch']}, Triton {env['triton']},{peers} commit `{env['commit']}`.",
+            f"`{path.relative_to(ROOT)}`",
+            "",
+            f"| {' | '.join(heading)} |",
+            "|---" * len(heading) + "|",
+            *(f"| {' | '.join(cells(row))} |" for row in rows),
+        ]
+    )
 
 
 def page() -> str:

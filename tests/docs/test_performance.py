@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks.report import PAGE, RESULTS, page
+from benchmarks.report import COLUMNS, PAGE, RATIOS, RESULTS, cells, page
 
 
 def test_the_page_is_what_the_results_say() -> None:
@@ -24,3 +24,17 @@ def test_no_supported_case_is_slower_than_vllm_on_a_long_batch() -> None:
     assert long
     for row in long:
         assert row["us"]["ours"] <= row["us"]["vllm"], row
+
+
+def test_a_row_shows_what_it_has_and_dashes_for_the_rest() -> None:
+    row = {"model": "m", "rank": 16, "tokens": 1, "adapters": 8}
+    full = {"bare": 70, "vllm_bare": 76, "decode": 60, "fused": 90, "hybrid": 95, "ours": 60, "vllm": 120, "sglang": 80}
+    heading = [*COLUMNS, *RATIOS]
+    shown = dict(zip(heading, cells({**row, "us": full})[4:], strict=True))
+    assert shown["decode"] == "60" and shown["SGLang LoRA"] == "80" and shown["chosen"] == "60"
+    assert shown["chosen / vLLM"] == "0.50" and shown["chosen / SGLang"] == "0.75"
+    older = {name: us for name, us in full.items() if name not in ("decode", "sglang")}
+    shown = dict(zip(heading, cells({**row, "us": older})[4:], strict=True))
+    assert shown["decode"] == shown["SGLang LoRA"] == shown["chosen / SGLang"] == "-"
+    assert shown["chosen / vLLM"] == "0.50" and shown["hybrid"] == "95"
+    assert cells({**row, "us": {}}) == ["m", "16", "1", "8", *"-" * len(heading)]

@@ -54,13 +54,16 @@ def _cuda_rounds(variants: Mapping[str, Callable[[int], object]], copies: int) -
 
 
 def _capture(step: Callable[[int], object], copies: int) -> torch.cuda.CUDAGraph:
+    # The stream that is warmed up is the one that is captured: what a variant keeps for each stream (scratch, another
+    # stream beside it) then exists. Twice, since a second call may go another way once the first has filled a cache.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step(0)
+        step(0)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         for copy in range(copies):
             step(copy)
     return graph

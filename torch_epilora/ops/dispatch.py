@@ -1,8 +1,7 @@
 """Which kernel serves which device: the plain-torch reference on the CPU, Triton and the vendor's GEMM on CUDA.
 
 The path of ``lora_linear`` is chosen here, in host code that ``torch.compile`` does not trace, by the token count at
-hand. The decode path (a shrink with the GEMM as its programmatic dependent) will stand beside ``_fused`` and
-``_hybrid``.
+hand.
 """
 
 from functools import lru_cache
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 from torch_epilora.ops import checks, reference
 from torch_epilora.ops.checks import Call, Groups
-from torch_epilora.ops.plan import Plan, Problem, make_plan, unsupported
+from torch_epilora.ops.plan import Plan, Problem, make_plan, refusal, unsupported
 from torch_epilora.ops.schemas import LINEAR_OPS, SCHEMAS, library
 
 for _name in SCHEMAS:
@@ -118,6 +117,19 @@ def _k1(call: Call, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
     return h, x if call.x_codes is None else call.x_codes, scale
 
 
+def _decode(call: Call, plan: Plan) -> Tensor:
+    """One kernel quantizes, shrinks, multiplies and adds the up-projections (EpiLoRA section 3.1, the decode path)."""
+    from torch_epilora.ops.triton.decode import decode
+    from torch_epilora.ops.triton.pdl import pdl_works
+
+    lora = call.has_adapters
+    return decode(
+        call.x, call.x_codes, call.x_scale, call.weight, call.weight_scale, call.bias, call.layout, plan.decode,
+        quantize=_quantizer(call), pdl=pdl_works(call.x.device), a=call.a if lora else [], b=call.b,
+        b_bias=call.b_bias, rank=call.rank, scaling=call.scaling, groups=call.groups,
+    )  # fmt: skip
+
+
 def _fused(call: Call, plan: Plan) -> Tensor:
     """K1 quantizes and shrinks, K2 multiplies and adds the up-projections in its epilogue (EpiLoRA section 3.1)."""
     from torch_epilora.ops.triton.linear import linear
@@ -147,7 +159,7 @@ def _reference(call: Call, plan: Plan) -> Tensor:
     return reference.lora_linear(*call)
 
 
-_PATHS = {"fused": _fused, "hybrid": _hybrid, "reference": _reference}
+_PATHS = {"decode": _decode, "fused": _fused, "hybrid": _hybrid, "reference": _reference}
 
 
 def _linear(name: str | None):
@@ -162,6 +174,8 @@ def _linear(name: str | None):
             return _reference(call, plan)
         if name is not None and plan.path == "reference":
             raise ValueError(f"lora_linear_{name}: cannot run on this GPU: {plan.reason}. Use lora_linear.")
+        if name == "decode" and (why := refusal(plan.decode, problem)):
+            raise ValueError(f"lora_linear_decode: cannot run this call: {why}. Use lora_linear.")
         return _PATHS[name or plan.path](call, plan)
 
     return kernel

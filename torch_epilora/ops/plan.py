@@ -16,6 +16,11 @@ SHARED_BYTES = {(8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0)
 MULTIPROCESSORS = 132
 """Multiprocessors that plans fill: a Hopper GPU's. Another count changes how well a plan fits, never its result."""
 
+DECODE_MAX_TOKENS = 32
+DECODE_MAX_RANK = 128
+DECODE_MAX_GROUPS = 128
+"""What one tile of the decode kernel holds: all tokens, all ranks of a slot, and the batch's groups in registers."""
+
 FUSED_MAX_TOKENS = 32
 FUSED_MAX_ADAPTERS = 2
 OWN_MAX_TOKENS = 64
@@ -99,6 +104,31 @@ class Expand:
 
 
 @dataclass(frozen=True)
+class Decode:
+    """Tiles of the decode kernel: the GEMM's tokens, outputs and inputs a block, then those of its other two roles.
+
+    ``part`` columns of a row are quantized by one block; a block of the shrink makes ``shrink_r`` ranks from its share
+    of the inputs, one of ``split_k``, ``shrink_k`` at a time. ``b_stages`` groups' B are in flight at once. ``ahead``
+    bytes of each row of weights are asked for before the kernel before this one has ended, and B and h are read
+    ``early`` steps before the main loop ends.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    part: int
+    shrink_r: int
+    shrink_k: int
+    shrink_stages: int
+    split_k: int
+    b_stages: int
+    ahead: int
+    early: int
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
 class Plan:
     """A path, the reason it was chosen, whose GEMM computes the base ("own" or "vendor"), and every kernel's tiles."""
 
@@ -108,13 +138,14 @@ class Plan:
     gemm: Gemm
     shrink: Shrink
     expand: Expand
+    decode: Decode
 
 
 def _size(dtype: torch.dtype) -> int:
     return torch.empty((), dtype=dtype).element_size()
 
 
-def shared_bytes(config: Gemm | Shrink | Expand, problem: Problem) -> int:
+def shared_bytes(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> int:
     """Estimate a kernel's shared memory in bytes: its pipelined tiles, or the epilogue's if those are larger."""
     x = 1 if problem.compute == "w8a8" else _size(problem.dtype)
     full = _size(problem.dtype)
@@ -123,18 +154,27 @@ def shared_bytes(config: Gemm | Shrink | Expand, problem: Problem) -> int:
         stage = config.block_n * config.block_k + config.block_m * config.block_k * x
         epilogue = (config.block_n + config.block_m) * config.block_r * full
         return max(stage * config.num_stages + widened, epilogue, config.block_n * config.block_m * full)
+    if isinstance(config, Decode):
+        widened = 0 if problem.compute == "w8a8" else config.block_n * config.block_k * full
+        stage = config.block_n * config.block_k + config.block_m * config.block_k * x
+        if problem.layout == "block":
+            stage += (config.block_n + config.block_m) * 4
+        rank = _rank_block(problem, DECODE_MAX_RANK) * full
+        shrink = (config.block_m + config.shrink_r) * config.shrink_k * full * config.shrink_stages
+        late = rank * (config.block_n * config.b_stages + config.block_m)
+        return max(stage * config.num_stages + widened + rank * (config.block_n + config.block_m), shrink, late)
     if isinstance(config, Shrink):
         return (config.block_m + config.block_r) * config.block_k * full * config.num_stages
     tiles = (config.block_r + config.block_m) * config.block_n * full * config.num_stages
     return max(tiles, config.block_m * config.block_n * 4)
 
 
-def refusal(config: Gemm | Shrink | Expand, problem: Problem) -> str | None:
+def refusal(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> str | None:
     """Say why a configuration cannot run a problem, or None if it can. The only validity predicate of the library.
 
     Parameters
     ----------
-    config : Gemm, Shrink or Expand
+    config : Gemm, Shrink, Expand or Decode
         Tiles of one kernel.
     problem : Problem
         The projection and the GPU.
@@ -151,7 +191,11 @@ def refusal(config: Gemm | Shrink | Expand, problem: Problem) -> str | None:
         value = getattr(config, field.name)
         if field.name.startswith("block") and (value < 16 or value & (value - 1)):
             return f"{field.name}={value} is not a power of two of at least 16"
-    if isinstance(config, Gemm) and problem.layout == "block" and config.block_k != BLOCK:
+    if isinstance(config, Decode):
+        missing = _decode_refusal(problem)
+        if missing:
+            return missing
+    if isinstance(config, Gemm | Decode) and problem.layout == "block" and config.block_k != BLOCK:
         return f"block_k={config.block_k} must be {BLOCK} under 128x128 scales"
     if isinstance(config, Gemm | Expand) and config.block_r > 128:
         return f"block_r={config.block_r} is more than 128 ranks at once, which spills registers"
@@ -159,6 +203,21 @@ def refusal(config: Gemm | Shrink | Expand, problem: Problem) -> str | None:
     if used > limit:
         return f"needs {used} bytes of shared memory, and a block has {limit}"
     return None
+
+
+def _decode_refusal(p: Problem) -> str | None:
+    """Say why the decode kernel cannot run a problem with any tiles, or None if it can."""
+    if p.capability < (9, 0):
+        return f"compute capability {p.capability[0]}.{p.capability[1]} has no programmatic dependent launch; 9.0 has"
+    if p.m > DECODE_MAX_TOKENS:
+        return f"{p.m} tokens are more than the {DECODE_MAX_TOKENS} of one tile"
+    if p.rank > DECODE_MAX_RANK:
+        return f"rank {p.rank} is more than the {DECODE_MAX_RANK} of one tile"
+    if p.groups > DECODE_MAX_GROUPS:
+        return f"{p.groups} groups are more than the {DECODE_MAX_GROUPS} it holds in registers"
+    if p.dtype == torch.float32:
+        return "float32 activations have no tensor cores to use"
+    return f"inputs come in multiples of 16, not {p.k}" if p.k % 16 else None
 
 
 def unsupported(capability: tuple[int, int]) -> str | None:
@@ -257,14 +316,42 @@ def _expand(p: Problem) -> Expand:
     return Expand(block_m, block_n, _rank_block(p, 64), _power_of_two(tiles // (2 * MULTIPROCESSORS), 8), 4, 3)
 
 
+def _decode(p: Problem) -> Decode:
+    block_m = 16 if p.m <= 16 else 32
+    tiles = -(-p.n // 64)
+    one_wave = tiles <= MULTIPROCESSORS
+    limit = SHARED_BYTES.get(p.capability, 0)
+    x = 1 if p.compute == "w8a8" else _size(p.dtype)
+    block_k = BLOCK if p.layout == "block" or p.compute == "w8a16" else 256
+    stage = (64 + block_m * x) * block_k
+    # one block a multiprocessor can have all its memory; three hide each other's ends
+    many = min(p.groups - 1, p.m) > 1
+    room = limit if one_wave and not many else limit // 2 if many else limit // 3
+    stages = max(2, min(8, (room - 8192) // stage))
+    split = _power_of_two(-(-p.k // 512), 16)
+    if many:
+        split = 4 if p.m <= 16 else 2
+    elif not one_wave:
+        split = min(split, 4)
+    return Decode(
+        block_m, 64, block_k, stages, part=4096 if p.k > 8192 and p.m >= 16 else 2048, shrink_r=_rank_block(p, 64),
+        shrink_k=BLOCK, shrink_stages=4 if _roomy(p) else 3, split_k=split,
+        b_stages=8 if _rank_block(p, DECODE_MAX_RANK) <= 64 and _roomy(p) else 4,
+        ahead=1024 if one_wave and 1024 <= p.k <= 8192 else 0, early=2,
+    )  # fmt: skip
+
+
 @lru_cache(maxsize=4096)
 def _plan(problem: Problem) -> Plan:
-    tiles = _gemm(problem), _shrink(problem), _expand(problem)
+    tiles = _gemm(problem), _shrink(problem), _expand(problem), _decode(problem)
     missing = unsupported(problem.capability)
     if missing:
         return Plan("reference", missing, "none", *tiles)
     refused = vendor_refusal(problem)
     base = "own" if refused or problem.m <= OWN_MAX_TOKENS else "vendor"
+    if refusal(tiles[3], problem) is None:
+        reason = f"at most {DECODE_MAX_TOKENS} tokens: one kernel in which quantizer, shrink and GEMM overlap"
+        return Plan("decode", reason, "own", *tiles)
     if problem.m <= FUSED_MAX_TOKENS and min(problem.groups - 1, problem.m) <= FUSED_MAX_ADAPTERS:
         reason = f"at most {FUSED_MAX_TOKENS} tokens and {FUSED_MAX_ADAPTERS} adapters: cheapest in the GEMM's epilogue"
         return Plan("fused", reason, "own", *tiles)
@@ -289,7 +376,7 @@ def make_plan(problem: Problem) -> Plan:
     Returns
     -------
     Plan
-        With ``path`` "fused", "hybrid" or "reference" and the reason in words.
+        With ``path`` "decode", "fused", "hybrid" or "reference" and the reason in words.
     """
     bucket = 1 << (max(problem.m, 1) - 1).bit_length()
     return _plan(problem if problem.m == bucket else replace(problem, m=bucket))

@@ -13,7 +13,7 @@ _LINEAR = (
     "Tensor[] a, Tensor[] b, Tensor[] b_bias, Tensor? rank, Tensor? scaling, "
     f"{_GROUPS}, Tensor no_adapter, str compute) -> Tensor"
 )
-LINEAR_OPS = ("lora_linear", "lora_linear_fused", "lora_linear_hybrid")
+LINEAR_OPS = ("lora_linear", "lora_linear_decode", "lora_linear_fused", "lora_linear_hybrid")
 """The dispatching operator first, then one operator a path, all with the same arguments."""
 
 SCHEMAS = {

@@ -19,33 +19,28 @@ _SIDE = tl.constexpr(BLOCK)
 
 
 @triton.jit
-def main_loop(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, rows, valid, n, n_valid, K, stride_wn, stride_xm, stride_sm, w_blocks,
-    LAYOUT: tl.constexpr, W8A8: tl.constexpr, EVEN_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+def step(
+    acc, w_ptrs, x_ptrs, w_scale_ptr, x_scale_ptr, rows, valid, n, n_valid, k0, K, stride_sm, w_blocks,
+    LAYOUT: tl.constexpr, W8A8: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """acc[n, m] = sum_k w[n, k] x[m, k], with both scales of each 128-block applied where the layout has blocks."""
-    k = tl.arange(0, BK)
-    w_ptrs = w_ptr + n[:, None].to(tl.int64) * stride_wn + k[None, :]
-    x_ptrs = x_ptr + rows[None, :] * stride_xm + k[:, None]
-    acc = tl.zeros([BN, BM], tl.float32)
-    for k0 in tl.range(0, K, BK, num_stages=STAGES):
-        if EVEN_K:
-            w = tl.load(w_ptrs + k0, mask=n_valid[:, None], other=0.0)
-            x = tl.load(x_ptrs + k0, mask=valid[None, :], other=0.0)
-        else:
-            w = tl.load(w_ptrs + k0, mask=n_valid[:, None] & (k0 + k < K)[None, :], other=0.0)
-            x = tl.load(x_ptrs + k0, mask=valid[None, :] & (k0 + k < K)[:, None], other=0.0)
-        if not W8A8:
-            w = w.to(x_ptr.dtype.element_ty)
-        if LAYOUT == 2:
-            block = k0 // _SIDE
-            scale = tl.load(w_scale_ptr + (n // _SIDE) * w_blocks + block, mask=n_valid, other=0.0)[:, None]
-            if W8A8:
-                scale = scale * tl.load(x_scale_ptr + rows * stride_sm + block, mask=valid, other=0.0)[None, :]
-            acc += tl.dot(w, x, input_precision="ieee") * scale
-        else:
-            acc = tl.dot(w, x, acc, input_precision="ieee")
+    """acc[n, m] += sum of w[n, k] x[m, k] over BK inputs from k0, with both scales of each 128-block in that layout."""
+    k = k0 + tl.arange(0, BK)
+    if EVEN_K:
+        w = tl.load(w_ptrs + k0, mask=n_valid[:, None], other=0.0)
+        x = tl.load(x_ptrs + k0, mask=valid[None, :], other=0.0)
+    else:
+        w = tl.load(w_ptrs + k0, mask=n_valid[:, None] & (k < K)[None, :], other=0.0)
+        x = tl.load(x_ptrs + k0, mask=valid[None, :] & (k < K)[:, None], other=0.0)
+    if not W8A8:
+        w = w.to(x.dtype)
+    if LAYOUT == 2:
+        block = k0 // _SIDE
+        scale = tl.load(w_scale_ptr + (n // _SIDE) * w_blocks + block, mask=n_valid, other=0.0)[:, None]
+        if W8A8:
+            scale = scale * tl.load(x_scale_ptr + rows * stride_sm + block, mask=valid, other=0.0)[None, :]
+        acc += tl.dot(w, x, input_precision="ieee") * scale
+    else:
+        acc = tl.dot(w, x, acc, input_precision="ieee")
     return acc
 
 
@@ -82,10 +77,15 @@ def linear_kernel(
         rows = tl.where(listed, tl.load(sorted_ptr + position, mask=listed, other=0), position)
     valid = (rows >= 0) & (rows < M) & (position < M)
     rows = rows.to(tl.int64)
-    acc = main_loop(
-        x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, rows, valid, n, n_valid, K, stride_wn, stride_xm, stride_sm, w_blocks,
-        LAYOUT, W8A8, EVEN_K, BM, BN, BK, STAGES,
-    )  # fmt: skip
+    k = tl.arange(0, BK)
+    w_ptrs = w_ptr + n[:, None].to(tl.int64) * stride_wn + k[None, :]
+    x_ptrs = x_ptr + rows[None, :] * stride_xm + k[:, None]
+    acc = tl.zeros([BN, BM], tl.float32)
+    for k0 in tl.range(0, K, BK, num_stages=STAGES):
+        acc = step(
+            acc, w_ptrs, x_ptrs, w_scale_ptr, x_scale_ptr, rows, valid, n, n_valid, k0, K, stride_sm, w_blocks,
+            LAYOUT, W8A8, EVEN_K, BK,
+        )  # fmt: skip
     if LAYOUT != 2:
         if W8A8:
             acc *= tl.load(x_scale_ptr + rows * stride_sm, mask=valid, other=0.0)[None, :]

@@ -24,8 +24,28 @@ def to_codes(x):
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
+    """Maximum that keeps NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def divide(x, scale):
+    """IEEE quotient by a scale that is not zero. Zeros are kept from the division: they would take its slow branch."""
+    zero = tl.where(scale == scale, x, scale)
+    return tl.where(x == 0.0, zero, tl.div_rn(tl.where(x == 0.0, 1.0, x), scale))
+
+
+@triton.jit
+def token_scale(amax):
+    """Scale of a token whose largest magnitude is amax."""
+    return larger(tl.div_rn(amax, _MAX), _MIN_SCALE)
+
+
+@triton.jit
+def group_scale(amax):
+    """Scale of a 128-group whose largest magnitude is amax."""
+    return tl.div_rn(larger(amax, _MIN_AMAX), _MAX)
 
 
 @triton.jit
@@ -36,22 +56,22 @@ def quantize_row(x_ptr, codes_ptr, scale_ptr, K, MODE: tl.constexpr, BK: tl.cons
         amax = tl.zeros([BK], tl.float32)
         for k in range(0, K, BK):
             x = tl.load(x_ptr + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
-            amax = _larger(amax, tl.abs(x))
-        scale = _larger(tl.div_rn(tl.reduce(amax, 0, _larger), _MAX), _MIN_SCALE)
+            amax = larger(amax, tl.abs(x))
+        scale = token_scale(tl.reduce(amax, 0, larger))
         tl.store(scale_ptr, scale)
         for k in range(0, K, BK):
             x = tl.load(x_ptr + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
-            tl.store(codes_ptr + k + cols, to_codes(tl.div_rn(x, scale)), mask=k + cols < K)
+            tl.store(codes_ptr + k + cols, to_codes(divide(x, scale)), mask=k + cols < K)
     elif MODE == 1:
         inner = tl.arange(0, _SIDE)
         outer = tl.arange(0, BK // _SIDE)
         for k in range(0, K, BK):
             offs = k + outer[:, None] * _SIDE + inner[None, :]
             x = tl.load(x_ptr + offs, mask=offs < K, other=0.0).to(tl.float32)
-            scale = tl.div_rn(_larger(tl.reduce(tl.abs(x), 1, _larger), _MIN_AMAX), _MAX)
+            scale = group_scale(tl.reduce(tl.abs(x), 1, larger))
             group = k // _SIDE + outer
             tl.store(scale_ptr + group, scale, mask=group * _SIDE < K)
-            tl.store(codes_ptr + offs, to_codes(tl.div_rn(x, scale[:, None])), mask=offs < K)
+            tl.store(codes_ptr + offs, to_codes(divide(x, scale[:, None])), mask=offs < K)
     else:
         inverse = tl.div_rn(1.0, tl.load(scale_ptr))
         for k in range(0, K, BK):

@@ -1,0 +1,156 @@
+"""The peers beside which a projection is timed, each where it is installed.
+
+vLLM's base is its quantizer with its CUTLASS GEMM (Marlin for W8A16), its LoRA the shrink and expand in their default
+launch configurations. SGLang's planned LoRA runner (see :mod:`benchmarks.sglang_part`) takes vLLM's base for its own.
+Both have the scaling folded into B here: vLLM always does that, and SGLang has one scaling for all slices of a slot.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from benchmarks import sglang_part
+from tests.cases import Case
+
+Call = Callable[[], Tensor]
+
+NAMES = ("vllm_bare", "vllm_gemm", "vllm", "sglang")
+SGLANG_DECODE_TOKENS = 256
+"""Up to here SGLang's plan is that of a decode batch, above that of a prefill."""
+
+
+def installed() -> list[str]:
+    """The peers' systems that can be measured here."""
+    if importlib.util.find_spec("vllm") is None:
+        return []
+    return [name for name in NAMES if name != "sglang" or sglang_part.folder() is not None]
+
+
+def systems(case: Case, coded: Case | None, weights: list[Tensor]) -> dict[str, Callable[[], list[Call]]]:
+    """What makes each installed system's calls, one a weight; ``coded`` is the case with its codes, for W8A8."""
+    bases = cache(partial(vllm_bases, case, weights))
+    makers: dict[str, Callable[[], list[Call]]] = {
+        "vllm_bare": bases,
+        "vllm": lambda: vllm_lora(case, bases()),
+        "sglang": lambda: sglang_lora(case, bases()),
+    }
+    if coded is not None:
+        makers["vllm_gemm"] = partial(vllm_gemms, coded, weights)
+    return {name: makers[name] for name in installed() if name in makers}
+
+
+def _row_scale(case: Case) -> Tensor:
+    n = case.weight.shape[0]
+    return case.weight_scale.expand(n, 1).contiguous() if case.layout == "tensor" else case.weight_scale
+
+
+def vllm_bases(case: Case, weights: list[Tensor]) -> list[Call]:
+    """vLLM's projection without adapters, from x alone."""
+    from vllm import _custom_ops as ops
+
+    dtype = case.x.dtype
+    if case.compute == "w8a16":
+        return [_marlin(case, weight) for weight in weights]
+    if case.layout == "block":
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+        def blocks(weight: Tensor) -> Tensor:
+            codes, x_scale = per_token_group_quant_fp8(case.x, 128, column_major_scales=True, use_ue8m0=False)
+            return ops.cutlass_scaled_mm(codes, weight.t(), x_scale, case.weight_scale.t(), dtype)
+
+        return [partial(blocks, weight) for weight in weights]
+    scale = _row_scale(case)
+
+    def rows(weight: Tensor) -> Tensor:
+        codes, x_scale = ops.scaled_fp8_quant(case.x, use_per_token_if_dynamic=True)
+        return ops.cutlass_scaled_mm(codes, weight.t(), x_scale, scale, dtype)
+
+    return [partial(rows, weight) for weight in weights]
+
+
+def _marlin(case: Case, weight: Tensor) -> Call:
+    """vLLM's W8A16 projection; a weight's codes and scales are repacked once, here."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp8 as marlin
+
+    layer = torch.nn.Module()
+    layer.orig_dtype, layer.output_size_per_partition, layer.input_size_per_partition = case.x.dtype, *weight.shape
+    if case.layout == "block":
+        layer.weight_block_size = [128, 128]
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(case.weight_scale.clone(), requires_grad=False)
+    marlin.prepare_fp8_layer_for_marlin(layer, size_k_first=False)
+    args = layer.weight, layer.weight_scale, layer.workspace, *weight.shape, None
+    return lambda: marlin.apply_fp8_marlin_linear(case.x, *args)
+
+
+def vllm_gemms(coded: Case, weights: list[Tensor]) -> list[Call]:
+    """vLLM's CUTLASS GEMM alone, from codes."""
+    from vllm import _custom_ops as ops
+
+    codes, dtype = coded.x_codes, coded.x.dtype
+    if coded.layout == "block":
+        x_scale, scale = coded.x_scale.t().contiguous().t(), coded.weight_scale.t()
+    else:
+        x_scale, scale = coded.x_scale, _row_scale(coded)
+    return [partial(ops.cutlass_scaled_mm, codes, weight.t(), x_scale, scale, dtype) for weight in weights]
+
+
+def _scaled_b(case: Case) -> list[Tensor]:
+    return [(b * case.scaling[i, :, None, None]).to(b.dtype) for i, b in enumerate(case.b)]
+
+
+def _row_slots(case: Case) -> Tensor:
+    return torch.tensor(case.row_slots, dtype=torch.int32, device=case.x.device)
+
+
+def vllm_lora(case: Case, bases: list[Call]) -> list[Call]:
+    """vLLM's shrink and expand after its base."""
+    from vllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand, lora_shrink
+
+    m, (slots, rank) = case.x.shape[0], case.a[0].shape[:2]
+    a = [t[:, None] for t in case.a]
+    b = [t[:, None] for t in _scaled_b(case)]
+    meta = LoRAKernelMeta.make(slots, m, case.x.device)
+    meta.prepare_tensors(_row_slots(case))
+    args = meta.meta_args(m, True)
+
+    def full(base: Call) -> Tensor:
+        y = base()
+        h = torch.empty(len(a), m, rank, device=case.x.device)
+        lora_shrink(case.x, a, h, *args, 1.0)
+        lora_expand(h, b, y, *args, 0, True)
+        return y
+
+    return [partial(full, base) for base in bases]
+
+
+def sglang_lora(case: Case, bases: list[Call]) -> list[Call]:
+    """SGLang's runner around vLLM's base: the plan says which of its kernels run beside the base, on a second stream.
+
+    One runner serves all calls, as it does in a server. It sorts the batch by adapter on the first call of a stream.
+    """
+    sglang = sglang_part.load()
+    (m, k), n = case.x.shape, case.weight.shape[0]
+    (slots, rank), device = case.a[0].shape[:2], case.x.device
+    phase = sglang.Phase.DECODE if m <= SGLANG_DECODE_TOKENS else sglang.Phase.PREFILL
+    runner = sglang.Runner(sglang.Workspace(), max_loras=slots, device=device)
+    runner.begin_batch(
+        token_slots=_row_slots(case),
+        lora_ranks=torch.full((slots,), rank, dtype=torch.int32, device=device),
+        scalings=torch.ones(slots, device=device),
+        num_tokens=m,
+        phase=phase,
+        graph_mode=True,
+        is_prefill_graph=phase is sglang.Phase.PREFILL,
+    )
+    plan = runner.plan_for(sglang.Kind.LINEAR, rank, k, n, num_tokens=m)
+    adapters = {
+        "a": torch.cat(case.a, 1),
+        "b": torch.cat(_scaled_b(case), 1),
+        "offsets": tuple(accumulate((t.shape[1] for t in case.b), initial=0)),
+    }
+    return [partial(runner.apply, case.x, base, plan, **adapters) for base in bases]

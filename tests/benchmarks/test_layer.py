@@ -1,0 +1,133 @@
+"""What the layer benchmark does without a GPU: shapes, checks before timing, sums, and the floor's kernel."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import layer, read_rate, sglang_part
+from benchmarks.models import MODELS, shard
+from tests.cases import make_case, oracle, sqnr
+
+
+def size(projections: dict) -> int:
+    return sum(k * sum(widths) for k, widths in projections.values())
+
+
+def test_layers_have_the_models_own_widths():
+    assert size(MODELS["qwen3-8b"]) == 192_937_984  # config.json: 4096 hidden, 12288, 32 heads and 8 of 128
+    assert MODELS["qwen2.5-72b"]["qkv"] == (8192, [8192, 1024, 1024])
+    assert MODELS["qwen2.5-72b"]["gate_up"] == (8192, [29568, 29568])
+    assert MODELS["qwen3-0.6b"]["o"] == (2048, [1024]) and MODELS["qwen3-1.7b"]["down"] == (6144, [2048])
+
+
+def test_a_shard_splits_outputs_of_qkv_and_gate_up_and_inputs_of_o_and_down():
+    assert MODELS["qwen3-8b-tp4"] == {
+        "qkv": (4096, [1024, 256, 256]),
+        "o": (1024, [4096]),
+        "gate_up": (4096, [3072, 3072]),
+        "down": (3072, [4096]),
+    }
+    for parts in (2, 4, 8):
+        assert size(MODELS[f"qwen3-8b-tp{parts}"]) * parts == size(MODELS["qwen3-8b"])
+    with pytest.raises(ValueError, match="parts: qkv has a width of 4096, which 3 ranks cannot share evenly"):
+        shard(MODELS["qwen3-8b"], 3)
+
+
+@pytest.mark.parametrize(("compute", "layout"), [("w8a8", "channel"), ("w8a8", "block"), ("w8a16", "tensor")])
+@pytest.mark.parametrize("m", [32, 33])
+def test_the_librarys_systems_compute_what_their_columns_say(monkeypatch, m, compute, layout):
+    monkeypatch.setattr(layer, "DEVICE", "cpu")
+    case = make_case(
+        m, 256, [128, 64], 8, 3, compute=compute, layout=layout, popularity="distinct", mixed_ranks=False, poison=False,
+        bias=False,
+    )  # fmt: skip
+    other = case.weight.flip(0)
+    systems = layer.our_systems(case, layer.with_codes(case), [case.weight, other])
+    handed = {"bare_codes", "decode_codes"} if compute == "w8a8" else set()
+    fits = {"bare", "none", "fused", "hybrid", "decode"} | handed
+    assert set(systems) == fits - ({"decode", "decode_codes"} if m > layer.DECODE_TOKENS else set())
+    want, base = oracle(case), oracle(replace(case, row_slots=[-1] * m))
+    calls, db, left_out = layer.check(systems, want, base)
+    assert set(calls) == set(systems) and not left_out
+    assert all(value > 50 for value in db.values())
+    assert sqnr(calls["bare"][0](), want) < 20  # the adapters are no rounding error
+    assert not torch.equal(calls["bare"][0](), calls["bare"][1]())
+
+
+def test_only_right_results_are_timed():
+    want = torch.randn(4, 64, dtype=torch.float64)
+
+    def refuses():
+        raise ValueError("x: expected what this is not")
+
+    def crashes():
+        raise RuntimeError("no such kernel")
+
+    def leaves_a_row_out():
+        y = torch.empty(4, 64)
+        y[:3] = want[:3].float()
+        return y
+
+    systems = {
+        "fused": lambda: [want.float],
+        "bare": lambda: [want.float],
+        "hybrid": lambda: [leaves_a_row_out],
+        "decode": lambda: [refuses],
+        "vllm": lambda: [crashes],
+        "sglang": crashes,
+    }
+    calls, db, left_out = layer.check(systems, want, torch.zeros_like(want))
+    assert list(calls) == ["fused"] == list(db)
+    assert left_out == {
+        "bare": "wrong: -inf dB from fp64, expected over 40",
+        "hybrid": "wrong: -inf dB from fp64, expected over 40",
+        "decode": "ValueError: x: expected what this is not",
+        "vllm": "RuntimeError: no such kernel",
+        "sglang": "RuntimeError: no such kernel",
+    }
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        layer.check({"fused": lambda: [crashes]}, want, want)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_layer_sums_each_repeat_and_only_systems_that_every_projection_has():
+    o = [{"bare": 1.0, "decode": 5.0}, {"bare": 3.0, "decode": 7.0}]
+    down = [{"bare": 10.0}, {"bare": 20.0}]
+    assert layer.added([o, down]) == [{"bare": 11.0}, {"bare": 23.0}]
+    assert layer.summary(layer.added([o, down]), 1) == {"us": {"bare": 17.0}, "spread": {"bare": [11.0, 23.0]}}
+
+
+def test_a_result_file_is_json_with_a_line_for_each_row(tmp_path):
+    rows = [{"model": "a", "us": {"bare": 1.5}}, {"model": "b", "us": {}}]
+    layer.write(tmp_path / "out.json", {"gpu": "none"}, rows)
+    text = (tmp_path / "out.json").read_text()
+    assert json.loads(text) == {"environment": {"gpu": "none"}, "rows": rows}
+    assert [line.rstrip(",") for line in text.splitlines()[2:4]] == [json.dumps(row) for row in rows]
+
+
+def test_what_is_not_installed_is_not_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(layer.peers, "installed", lambda: [])
+    assert layer.parse([]).systems == list(layer.OURS)
+    assert layer.parse(["--systems", "decode", "bare"]).systems == ["decode", "bare"]
+    with pytest.raises(SystemExit):
+        layer.parse(["--systems", "bare", "sglang"])
+    assert "sglang need vLLM installed, and sglang also SGLANG_PART set" in capsys.readouterr().err
+    monkeypatch.delenv(sglang_part.VARIABLE, raising=False)
+    assert sglang_part.release() is None
+    monkeypatch.setenv(sglang_part.VARIABLE, str(tmp_path))
+    with pytest.raises(ValueError, match="SGLANG_PART: expected a folder with pk/sglang/srt/lora/dense, but"):
+        sglang_part.release()
+
+
+def test_the_floors_kernel_reads_every_word():
+    words = 3 * 4096 + 17
+    for shape in ((4096, 1, 4), (1024, 4, 4)):
+        for planted in (None, 0, words // 2, words - 1):
+            source, found = torch.zeros(words, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+            if planted is not None:
+                source[planted] = -1
+            read_rate.launch(source, found, *shape)
+            assert int(found) == (planted is not None), (shape, planted)

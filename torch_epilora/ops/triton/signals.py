@@ -1,0 +1,70 @@
+"""Counters by which the programs of a decode kernel wait for each other: zero before a call, and zero after it."""
+
+import threading
+
+import torch
+from torch import Tensor
+
+HEADER = 3
+"""Integers of a signal that every call has; one more for each tile of h."""
+
+_ALIGNED = 32  # integers: calls in flight at once do not share a cache line
+_POOL = 1 << 18  # integers of a pool: 1 MiB, some 4,000 captured calls
+
+_lock = threading.Lock()
+_of_streams: dict[tuple[torch.device, int], Tensor] = {}
+_pools: dict[torch.device, tuple[Tensor, int]] = {}
+_kept: list[Tensor] = []
+
+
+def take_signal(device: torch.device, size: int) -> Tensor:
+    """Return zeroed int32 counters that no call running at the same time uses.
+
+    Calls on one stream run one after the other and share that stream's counters. A call that is being captured into a
+    CUDA graph gets counters of its own, for good: its graph may be replayed on any stream.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where the kernel runs: the current one.
+    size : int
+        Integers needed.
+
+    Returns
+    -------
+    Tensor
+        int32, at least ``size`` long, all zero whenever no kernel is using it.
+    """
+    if device.type != "cuda":
+        return torch.zeros(size, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        return _captured(device, size)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    signal = _of_streams.get((device, stream))
+    if signal is None or signal.shape[0] < size or _pools[device][1] > _POOL // 2:
+        with _lock:
+            signal = torch.zeros(max(size, 1024), dtype=torch.int32, device=device)
+            _of_streams[device, stream] = signal
+            _refill(device)
+    return signal
+
+
+def _refill(device: torch.device) -> None:
+    """Keep a pool for captures that is at least half free: memory cannot be zeroed just once during a capture."""
+    pool, used = _pools.get(device, (None, _POOL))
+    if used > _POOL // 2:
+        if pool is not None:
+            _kept.append(pool)  # graphs hold parts of it
+        _pools[device] = (torch.zeros(_POOL, dtype=torch.int32, device=device), 0)
+        torch.cuda.current_stream(device).synchronize()  # a graph on any stream must find it zeroed
+
+
+def _captured(device: torch.device, size: int) -> Tensor:
+    rounded = -(-size // _ALIGNED) * _ALIGNED
+    with _lock:
+        pool, used = _pools.get(device, (None, _POOL))
+        if pool is not None and used + rounded <= _POOL:
+            _pools[device] = (pool, used + rounded)
+            return pool[used : used + size]
+    # nothing prepared: counters in the graph's own memory, which each replay zeroes first
+    return torch.zeros(size, dtype=torch.int32, device=device)
