@@ -19,8 +19,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from torch_epilora.ops.checks import Groups
-from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan, shared_bytes
+from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan, refusal, shared_bytes
 from torch_epilora.ops.triton import quantize as q
+from torch_epilora.ops.triton.decode import decode
 from torch_epilora.ops.triton.expand import expand_add
 from torch_epilora.ops.triton.linear import linear
 from torch_epilora.ops.triton.shrink import shrink, shrink_planes
@@ -98,6 +99,39 @@ class Gate:
         expand_add(torch.empty(p.m, p.n, dtype=p.dtype), h, b, b_bias, ranks, scaling, g, plan.expand)
         shrink(x, a, ranks, scaling, g, plan.shrink)
 
+    def decode(self, p: Problem, *, codes: str = "made", bias: bool = False, rank: bool = True) -> None:
+        """Launch a problem's decode kernel as ``dispatch`` does; rank 0 is the bare base."""
+        adapters = "bare" if not p.rank else "many" if min(p.groups - 1, p.m) > 1 else "one"
+        self.label = (
+            f"m={p.m} n={p.n} k={p.k} r={p.rank} S={p.slices} {adapters} {codes} {p.layout} {p.compute} "
+            f"{str(p.dtype)[6:]}"
+        )
+        config = make_plan(p).decode
+        self.estimates = {"decode_kernel": shared_bytes(config, p)}
+        x, weight = torch.empty(p.m, p.k, dtype=p.dtype), torch.empty(p.n, p.k, dtype=FP8)
+        widths = [p.n // p.slices] * p.slices
+        widths[0] += p.n - sum(widths)
+        slots = p.groups - 1 if p.rank else 0
+        a = [torch.empty(slots, p.rank, p.k, dtype=p.dtype) for _ in widths] if p.rank else []
+        b = [torch.empty(slots, w, p.rank, dtype=p.dtype) for w in widths] if p.rank else []
+        b_bias = [torch.empty(slots, w, dtype=p.dtype) for w in widths] if p.rank and bias else []
+        vec = torch.empty(p.groups, dtype=torch.int32)
+        groups = Groups(torch.empty(p.m, dtype=torch.int32), vec, vec, vec, torch.tensor([not p.rank]))
+        blocks = (-(-p.n // 128), -(-p.k // 128))
+        scale = torch.empty({"tensor": (1,), "channel": (p.n, 1), "block": blocks}[p.layout])
+        mode = -1 if p.compute == "w8a16" or codes == "given" else q.GROUP if p.layout == "block" else q.TOKEN
+        x_codes = x_scale = None
+        if codes == "given" and p.compute == "w8a8":
+            x_codes, x_scale = x.to(FP8), torch.empty(p.m, blocks[1] if p.layout == "block" else 1)
+        elif codes == "static" and mode == q.TOKEN:
+            x_scale, mode = torch.empty(1), q.STATIC
+        decode(
+            x, x_codes, x_scale, weight, scale, torch.empty(p.n, dtype=p.dtype) if bias else None, p.layout, config,
+            quantize=mode, pdl=True, a=a, b=b, b_bias=b_bias,
+            rank=torch.empty(slots, dtype=torch.int32) if rank else None,
+            scaling=torch.empty(len(widths), slots) if rank else None, groups=groups,
+        )  # fmt: skip
+
     def quantizers(self, dtype: torch.dtype) -> None:
         """Launch every quantizer by itself, and the static one inside the shrink."""
         self.label, self.estimates = f"k=4096 {str(dtype)[6:]}", {}
@@ -118,7 +152,7 @@ class Gate:
                 path.write_bytes(kernel.asm["cubin"])
                 usage = subprocess.run([tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True).stdout
                 sass = kernel.asm.get("sass") or ""
-                if "linear_kernel" in label and self.arch == 90:
+                if re.match("linear_kernel|decode_kernel", label) and self.arch == 90:
                     sass = subprocess.run([tool("cuobjdump"), "-sass", path], capture_output=True, text=True).stdout
                 rows.append(
                     {
@@ -131,6 +165,8 @@ class Gate:
                         "qgmma": sass.count("QGMMA"),
                         "hgmma": sass.count("HGMMA"),
                         "hmma": sass.count("HMMA"),
+                        "waits": sass.count("WARPGROUP.DEPBAR"),
+                        "dependent": "griddepcontrol.wait" in kernel.asm["ptx"],
                     }
                 )
         return rows
@@ -157,10 +193,40 @@ def problems(capability: tuple[int, int]) -> list[Problem]:
     return full + odd
 
 
+def decodes(capability: tuple[int, int]) -> list[tuple[Problem, dict]]:
+    """What the decode kernel tells apart: adapters (none, one, many), ranks, layouts, codes, types, K's remainder."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    found = [
+        (Problem(m, 6144, 4096, r, 3, groups, "channel", "w8a8", bf16, capability), {})
+        for (m, groups), r in itertools.product(((1, 2), (16, 9), (32, 33)), (16, 64, 128))
+    ]
+    rest = [
+        (1, 6144, 4096, 0, 1, 1, "channel", "w8a8", bf16, {}),
+        (32, 6144, 4096, 0, 1, 1, "block", "w8a8", bf16, {"bias": True}),
+        (16, 4096, 4096, 64, 1, 2, "channel", "w8a8", bf16, {"codes": "given", "rank": False}),
+        (16, 24576, 4096, 64, 2, 2, "tensor", "w8a8", fp16, {"codes": "static", "bias": True}),
+        (32, 4096, 12288, 64, 1, 33, "tensor", "w8a8", fp16, {"bias": True}),
+        (1, 4096, 4096, 64, 1, 2, "block", "w8a8", bf16, {}),
+        (32, 4096, 4096, 128, 1, 33, "block", "w8a8", bf16, {"bias": True}),
+        (16, 4096, 4096, 64, 1, 9, "block", "w8a8", fp16, {"codes": "given"}),
+        (7, 200, 144, 9, 2, 5, "channel", "w8a8", bf16, {"bias": True}),
+        (32, 1024, 1024, 16, 8, 128, "channel", "w8a8", bf16, {}),
+        (1, 6144, 4096, 64, 3, 2, "channel", "w8a16", bf16, {}),
+        (16, 6144, 4096, 64, 3, 9, "channel", "w8a16", bf16, {"bias": True}),
+        (32, 6144, 4096, 128, 3, 33, "block", "w8a16", bf16, {}),
+        (16, 4096, 4096, 16, 1, 2, "tensor", "w8a16", fp16, {}),
+        (32, 4096, 4096, 0, 1, 1, "channel", "w8a16", bf16, {}),
+    ]
+    return found + [(Problem(*row[:-1], capability), row[-1]) for row in rest]  # type: ignore[arg-type]
+
+
 def main(arch: int) -> None:
     gate = Gate(arch)
     for p in problems(gate.capability):
         gate.problem(p)
+    for p, options in decodes(gate.capability):
+        if refusal(make_plan(p).decode, p) is None:
+            gate.decode(p, **options)
     gate.problem(
         Problem(16, 4096, 4096, 16, 1, capability=gate.capability), slots=64, groups=65, bias=False, rank=False
     )

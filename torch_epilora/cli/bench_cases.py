@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_epilora.ops import Groups, adapter_groups, lora_linear
+from torch_epilora.ops.dispatch import plan_of
 
 __all__ = ["CPU_CASES", "GPU_CASES", "Case", "Operands", "oracle", "variants"]
 
@@ -106,13 +107,13 @@ def variants(operands: Operands) -> dict[str, Callable[[int], Tensor]]:
     on the CPU there is one path, `reference`.
     """
 
-    def ours(op: Callable[..., Tensor]) -> Callable[[int], Tensor]:
-        def step(i: int) -> Tensor:
-            weight, scale = operands.weights[i]
-            tensors: tuple[Any, ...] = (operands.a[i], operands.b[i], [], None, None, *operands.groups)
-            return op(operands.x, None, None, weight, scale, None, *tensors, "w8a8")
+    def arguments(i: int) -> tuple[Any, ...]:
+        weight, scale = operands.weights[i]
+        adapters: tuple[Any, ...] = (operands.a[i], operands.b[i], [], None, None, *operands.groups)
+        return (operands.x, None, None, weight, scale, None, *adapters, "w8a8")
 
-        return step
+    def ours(op: Callable[..., Tensor]) -> Callable[[int], Tensor]:
+        return lambda i: op(*arguments(i))
 
     def dispatched(i: int) -> Tensor:
         weight, scale = operands.weights[i]
@@ -121,8 +122,10 @@ def variants(operands: Operands) -> dict[str, Callable[[int], Tensor]]:
     unfused = {"torch": lambda i: _torch_linear(operands, i)}
     if not operands.x.is_cuda:
         return {**unfused, "reference": dispatched}
+    few = {"decode": ours(torch.ops.epilora.lora_linear_decode)} if plan_of(*arguments(0)).path == "decode" else {}
     return {
         **unfused,
+        **few,
         "fused": ours(torch.ops.epilora.lora_linear_fused),
         "hybrid": ours(torch.ops.epilora.lora_linear_hybrid),
         "dispatch": dispatched,

@@ -318,26 +318,28 @@ def _expand(p: Problem) -> Expand:
 
 def _decode(p: Problem) -> Decode:
     block_m = 16 if p.m <= 16 else 32
-    tiles = -(-p.n // 64)
-    one_wave = tiles <= MULTIPROCESSORS
-    limit = SHARED_BYTES.get(p.capability, 0)
-    x = 1 if p.compute == "w8a8" else _size(p.dtype)
-    block_k = BLOCK if p.layout == "block" or p.compute == "w8a16" else 256
-    stage = (64 + block_m * x) * block_k
-    # one block a multiprocessor can have all its memory; three hide each other's ends
-    many = min(p.groups - 1, p.m) > 1
-    room = limit if one_wave and not many else limit // 2 if many else limit // 3
-    stages = max(2, min(8, (room - 8192) // stage))
-    split = _power_of_two(-(-p.k // 512), 16)
-    if many:
-        split = 4 if p.m <= 16 else 2
-    elif not one_wave:
-        split = min(split, 4)
+    programs, adapters, long = -(-p.n // 64), min(p.groups - 1, p.m), p.k > 8192
+    one_wave = programs <= MULTIPROCESSORS
+    # a block with a multiprocessor to itself keeps much in flight; several hide each other's ends
+    if adapters > 1:
+        blocks = 2 if programs <= 80 else 3
+    else:
+        blocks = (1 if long else 2) if one_wave else 3
+    narrow = p.layout == "block" or p.compute == "w8a16" or blocks == 3
+    block_k = BLOCK if narrow else 2 * BLOCK
+    stage = (64 + block_m * (1 if p.compute == "w8a8" else _size(p.dtype))) * block_k
+    epilogue = (2 << 10) if adapters > 1 else (12 << 10)
+    stages = max(2, min(8, (SHARED_BYTES.get(p.capability, 0) // blocks - epilogue) // stage))
+    split = 8 if one_wave else 4
+    if adapters > 1:
+        split = max(2, _power_of_two(160 // (adapters * p.slices * -(-max(p.rank, 1) // 64)), 8))
+    few = blocks == 3 or not _roomy(p)
     return Decode(
-        block_m, 64, block_k, stages, part=4096 if p.k > 8192 and p.m >= 16 else 2048, shrink_r=_rank_block(p, 64),
-        shrink_k=BLOCK, shrink_stages=4 if _roomy(p) else 3, split_k=split,
+        block_m, 64, block_k, stages, part=1024 if p.m <= 8 else 4096 if long and p.m > 16 else 2048,
+        shrink_r=_rank_block(p, 64), shrink_k=BLOCK, shrink_stages=3 if few else 4,
+        split_k=min(split, _power_of_two(p.k // 256, 8)),
         b_stages=8 if _rank_block(p, DECODE_MAX_RANK) <= 64 and _roomy(p) else 4,
-        ahead=1024 if one_wave and 1024 <= p.k <= 8192 else 0, early=2,
+        ahead=1024 if one_wave and 1024 <= p.k <= 8192 else 0, early=1,
     )  # fmt: skip
 
 

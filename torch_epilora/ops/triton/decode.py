@@ -323,9 +323,12 @@ def decode_kernel(
             wait_for(signal_ptr + _TILES, shrink_tiles)
             leave(signal_ptr, linear_programs)
             h = tl.load(h_ptrs, mask=h_mask, other=0.0)
+            # the slots in that order, at most one a row: found in registers, where one read from memory inside the loop
+            # would halve how far ahead B's loads are issued, and in few enough of them for one warp to search
+            nth = active[None, :] & (place[None, :] == rows[:, None] + 1)
+            slots = tl.sum(tl.where(nth, ids[None, :], 0), 1)
             for i in tl.range(0, tl.max(place, 0), num_stages=B_STAGES):
-                # found in registers: a slot read from memory would halve how far ahead B's loads are issued
-                slot = tl.sum(tl.where(active & (place == i + 1), ids, 0), 0)
+                slot = tl.sum(tl.where(rows == i, slots, 0), 0)
                 b = load_b(slot, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn)
                 lora = update(
                     lora, b, h, order == i, slot, b_bias_ptrs, rank_ptr, scaling_ptr, slice_index, within, n_valid,
@@ -364,6 +367,7 @@ def decode(
     rank: Tensor | None = None,
     scaling: Tensor | None = None,
     groups: Groups | None = None,
+    h: Tensor | None = None,
 ) -> Tensor:
     """Launch the decode kernel.
 
@@ -377,6 +381,8 @@ def decode(
         Launch as a programmatic dependent of the kernel before.
     a, b, groups : list of Tensor and Groups, optional
         Adapters; without them the result is the bare base.
+    h : Tensor, optional
+        The shrink's result [M, slices, R], to leave it out of the launch: what benchmarks subtract.
     """
     (m, k), n = x.shape, weight.shape[0]
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
@@ -389,10 +395,11 @@ def decode(
     active = min(num_groups, slots, m)
     shrink_r = min(max(triton.next_power_of_2(r), 16), config.shrink_r)
     rank_tiles = triton.cdiv(r, shrink_r)
-    tiles = active * slices * rank_tiles
-    h = torch.empty((m, slices, r), dtype=x.dtype, device=x.device) if lora else y
-    planes = h
-    if lora and config.split_k > 1:
+    tiles = active * slices * rank_tiles if h is None else 0
+    planes = y
+    if h is None:
+        h = torch.empty((m, slices, r), dtype=x.dtype, device=x.device) if lora else y
+    if tiles and config.split_k > 1:
         planes = torch.empty((config.split_k, m, slices, r), dtype=torch.float32, device=x.device)
     operand = x if x_codes is None else x_codes
     if quantize >= 0:

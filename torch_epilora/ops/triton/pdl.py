@@ -24,10 +24,11 @@ def probe_kernel():
 def pdl_works(device: torch.device) -> bool:
     """Say whether to launch decode kernels as programmatic dependents; decided once a device and process.
 
-    No where ``EPILORA_DISABLE_PDL=1`` is set, where the GPU has no such launch, and where this Triton cannot compile
-    one (it could not on some architectures: vllm-project/vllm#30872). Results are the same bits either way.
+    No where ``EPILORA_DISABLE_PDL`` is set to anything but 0, where the GPU has no such launch, and where this Triton
+    cannot compile one (it could not on some architectures: vllm-project/vllm#30872). Results are the same bits either
+    way.
     """
-    if os.environ.get("EPILORA_DISABLE_PDL") == "1" or torch.cuda.get_device_capability(device) < (9, 0):
+    if os.environ.get("EPILORA_DISABLE_PDL", "") not in ("", "0") or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     try:
         with on_device(torch.empty(0, device=device)):
