@@ -1,6 +1,7 @@
 """One decoder layer's four projections with LoRA adapters: the library's paths beside its peers' kernels, in one run.
 
-    python -m benchmarks.layer --tokens 16 256 2048 --adapters 1 32 --out benchmarks/results/layer.json
+    python -m benchmarks.layer --tokens 16 256 2048 --adapters 1 32 --out benchmarks/results/h200/layer_channel.json
+    python -m benchmarks.layer --tokens 1 16 32 --adapters 1 8 32 --compute w8a8 w8a16 --out .../decode_channel.json
 
 Prints microseconds a layer (the four projections summed) and writes every figure with GPU, versions and commit.
 Weights are rotated so that none comes from L2. Each system's output is compared with fp64 before it is timed, its
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -115,12 +117,16 @@ def check(
     return calls, db, left_out
 
 
-def measure(k: int, widths: list[int], m: int, slots: int, options: argparse.Namespace) -> tuple[list[dict], dict]:
+def measure(
+    k: int, widths: list[int], m: int, slots: int, compute: str, options: argparse.Namespace
+) -> tuple[list[dict], dict]:
     """Microseconds of every system on one projection, one dict a repeat; and what else is known about it."""
     case = make_case(
-        m, k, widths, options.rank, slots, layout=options.layout, compute=options.compute, popularity="distinct",
+        m, k, widths, options.rank, slots, layout=options.layout, compute=compute, popularity="distinct",
         mixed_ranks=False, poison=False, bias=False, device=DEVICE,
     )  # fmt: skip
+    # make_case has a row of zeros, which vLLM's quantizer divides by its slow branch: real activations have none
+    case.x.copy_(torch.randn_like(case.x))
     n = sum(widths)
     weights = [case.weight, *(case.weight[torch.randperm(n, device=DEVICE)] for _ in range(copies(n * k) - 1))]
     coded = with_codes(case)
@@ -154,16 +160,16 @@ def added(projections: list[list[dict[str, float]]]) -> list[dict[str, float]]:
     return [{name: sum(times[name] for times in part) for name in systems} for part in zip(*projections, strict=True)]
 
 
-def layer_row(model: str, m: int, slots: int, options: argparse.Namespace) -> dict:
+def layer_row(model: str, m: int, slots: int, compute: str, options: argparse.Namespace) -> dict:
     """One row of the results: a layer, and its projections."""
     repeats, projections = [], {}
     for name, (k, widths) in MODELS[model].items():
-        samples, known = measure(k, widths, m, slots, options)
+        samples, known = measure(k, widths, m, slots, compute, options)
         repeats.append(samples)
         projections[name] = {**summary(samples, 2), **known}
         torch.cuda.empty_cache()
     head = {"model": model, "tokens": m, "adapters": slots, "rank": options.rank}
-    head |= {"layout": options.layout, "compute": options.compute}
+    head |= {"layout": options.layout, "compute": compute}
     return {**head, **summary(added(repeats), 1), "projections": projections}
 
 
@@ -175,7 +181,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--adapters", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--layout", default="channel", choices=["tensor", "channel", "block"])
-    parser.add_argument("--compute", default="w8a8", choices=["w8a8", "w8a16"])
+    parser.add_argument("--compute", nargs="+", default=["w8a8"], choices=["w8a8", "w8a16"])
     parser.add_argument("--systems", nargs="+", choices=[*OURS, *peers.NAMES], help="default: all that fit a case")
     parser.add_argument("--repeat", type=int, default=3, help="repeats of each projection's measurement")
     parser.add_argument("--out", type=Path)
@@ -200,21 +206,20 @@ def main() -> None:
     options = parse()
     sources = {**environment(), "sglang": sglang_part.release()}
     rows, wrong = [], False
-    for model in options.models:
-        for m in options.tokens:
-            for slots in options.adapters:
-                if slots > m:
-                    continue
-                start = time.perf_counter()
-                row = layer_row(model, m, slots, options)
-                rows.append(row)
-                print(model, m, slots, options.rank, row["us"], f"in {time.perf_counter() - start:.0f} s", flush=True)
-                for name, projection in row["projections"].items():
-                    for system, reason in projection["left_out"].items():
-                        wrong = wrong or reason.startswith("wrong")
-                        print(f"  {name}: left out {system}: {reason}", flush=True)
-                if options.out:  # after every row, so that a run cut short keeps what it has
-                    write(options.out, sources, rows)
+    for model, m, slots, compute in product(options.models, options.tokens, options.adapters, options.compute):
+        if slots > m:
+            continue
+        start = time.perf_counter()
+        row = layer_row(model, m, slots, compute, options)
+        rows.append(row)
+        took = f"in {time.perf_counter() - start:.0f} s"
+        print(model, m, slots, options.rank, compute, row["us"], took, flush=True)
+        for name, projection in row["projections"].items():
+            for system, reason in projection["left_out"].items():
+                wrong = wrong or reason.startswith("wrong")
+                print(f"  {name}: left out {system}: {reason}", flush=True)
+        if options.out:  # after every row, so that a run cut short keeps what it has
+            write(options.out, sources, rows)
     if wrong:
         sys.exit("a system's output was wrong, so it was not timed: see above")
 

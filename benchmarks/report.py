@@ -1,10 +1,15 @@
-"""Write docs/performance.md from the results of ``benchmarks.layer``: ``python -m benchmarks.report``.
+"""Write docs/performance.md and its figure from result files: ``python -m benchmarks.report``.
 
 Every figure of the page is read from a JSON under benchmarks/results; a test compares the page with what this writes.
+``layer_*.json`` and ``decode_*.json`` are of ``benchmarks.layer``, the latter with the decode path's columns;
+``overhead.json``, ``exposure.json`` and ``profile.json`` are of the benchmarks of those names. A file that is not there
+leaves its section out. Drawing the figure takes matplotlib.
 """
 
-import json
 from pathlib import Path
+
+from benchmarks import figure, report_decode
+from benchmarks.tables import markdown, read, source
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -50,32 +55,33 @@ def cells(row: dict) -> list[str]:
 
 def table(path: Path) -> str:
     """One result file as a heading and a Markdown table."""
-    result = json.loads(path.read_text())
-    env, rows = result["environment"], result["rows"]
+    env, rows = read(path)
     first = rows[0]
     models = sorted({row["model"] for row in rows})
     ranks = sorted({row["rank"] for row in rows})
+    title = f"{first['compute'].upper()}, scales per {first['layout']}, {', '.join(models)}"
     heading = ["model", "rank", "tokens", "adapters", *COLUMNS, *RATIOS]
-    peers = "".join(f" {name} {env[key]}," for name, key in (("vLLM", "vllm"), ("SGLang", "sglang")) if env.get(key))
-    return "\n".join(
+    return "\n\n".join(
         [
-            f"## {first['compute'].upper()}, scales per {first['layout']}, {', '.join(models)}, "
-            f"rank {', '.join(map(str, ranks))}",
-            "",
-            f"{env['gpu']}, torch {env['torch']}, Triton {env['triton']},{peers} commit `{env['commit']}`.",
-            f"`{path.relative_to(ROOT)}`",
-            "",
-            f"| {' | '.join(heading)} |",
-            "|---" * len(heading) + "|",
-            *(f"| {' | '.join(cells(row))} |" for row in rows),
+            f"## {title}, rank {', '.join(map(str, ranks))}",
+            source(path, env),
+            markdown(heading, [cells(row) for row in rows]),
         ]
     )
 
 
-def page() -> str:
-    """The whole page."""
-    return "\n\n".join([INTRO.rstrip(), *(table(path) for path in sorted(RESULTS.glob("*.json")))]) + "\n"
+def page(results: Path = RESULTS) -> str:
+    """The whole page, for the result files that are there."""
+    layers = [table(path) for path in sorted(results.glob("layer_*.json"))]
+    return "\n\n".join([INTRO.rstrip(), *layers, *report_decode.sections(results)]) + "\n"
+
+
+def main(results: Path = RESULTS, target: Path = PAGE) -> None:
+    """Write the page and its figure."""
+    target.write_text(page(results))
+    if (results / "exposure.json").exists():
+        figure.draw(results / "exposure.json", target.parent / report_decode.FIGURE)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    main()

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cases import group_rows, make_case, oracle, sqnr
+from tests.gpu.paths import paths_at
 from torch_epilora.ops import adapter_groups
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "vllm_fp8_quant.safetensors"
-PATHS = ["lora_linear_fused", "lora_linear_hybrid"]
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -59,8 +59,7 @@ def test_what_is_not_finite_stays_visible(bad: float) -> None:
             torch.testing.assert_close(got.float().cpu(), want.float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("m", [1, 7, 64, 300])
+@pytest.mark.parametrize(("path", "m"), paths_at(1, 7, 24, 64, 300))
 def test_run_to_run(path: str, m: int) -> None:
     case = make_case(m, 4096, [1024, 256, 256], 32, 4, device="cuda")
     first = case.run(path)
@@ -68,8 +67,7 @@ def test_run_to_run(path: str, m: int) -> None:
         assert torch.equal(bits(case.run(path)), bits(first))
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("m", [4, 40, 300])
+@pytest.mark.parametrize(("path", "m"), paths_at(4, 24, 40, 300))
 def test_rows_without_adapter_are_bitwise_the_base(path: str, m: int) -> None:
     case = make_case(m, 1024, [512, 256], 16, 1, device="cuda")
     case.b[0].fill_(1e4)
@@ -83,29 +81,29 @@ def test_rows_without_adapter_are_bitwise_the_base(path: str, m: int) -> None:
     assert not torch.equal(got[lora], base[lora])
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_what_lies_beyond_the_rank_changes_nothing(path: str) -> None:
-    case = make_case(33, 1024, [512, 256], 64, 4, device="cuda", poison=False)
+@pytest.mark.parametrize(("path", "m"), paths_at(8, 32, 33))
+def test_what_lies_beyond_the_rank_changes_nothing(path: str, m: int) -> None:
+    case = make_case(m, 1024, [512, 256], 64, 4, device="cuda", poison=False)
     clean = case.run(path)
-    poisoned = make_case(33, 1024, [512, 256], 64, 4, device="cuda", poison=True)
+    poisoned = make_case(m, 1024, [512, 256], 64, 4, device="cuda", poison=True)
     assert any(t.isnan().any() for t in poisoned.a) and torch.equal(poisoned.run(path), clean)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_infinity_in_one_adapter_stays_there(path: str) -> None:
-    case = make_case(64, 512, [256], 8, 2, device="cuda", popularity="distinct", poison=False, mixed_ranks=False)
+@pytest.mark.parametrize(("path", "m"), paths_at(8, 32, 64))
+def test_infinity_in_one_adapter_stays_there(path: str, m: int) -> None:
+    case = make_case(m, 512, [256], 8, 2, device="cuda", popularity="distinct", poison=False, mixed_ranks=False)
     clean = case.run(path)
     case.b[0][1] = float("inf")
     got = case.run(path)
     assert torch.equal(got[::2], clean[::2]) and not torch.isfinite(got[1::2]).all()
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_untouched_slices_are_bitwise_the_base(path: str) -> None:
+@pytest.mark.parametrize(("path", "m"), paths_at(20))
+def test_untouched_slices_are_bitwise_the_base(path: str, m: int) -> None:
     """cases.md 6: an adapter on some slices only."""
-    case = make_case(20, 512, [256, 64, 64], 8, 1, device="cuda", popularity="one", poison=False, mixed_ranks=False)
+    case = make_case(m, 512, [256, 64, 64], 8, 1, device="cuda", popularity="one", poison=False, mixed_ranks=False)
     base = make_case(
-        20, 512, [256, 64, 64], 8, 1, device="cuda", popularity="none", poison=False, mixed_ranks=False
+        m, 512, [256, 64, 64], 8, 1, device="cuda", popularity="none", poison=False, mixed_ranks=False
     ).run(path)
     for touched in ([0], [1], [0, 2]):
         case.rank = torch.tensor([[8 if s in touched else 0] for s in range(3)], dtype=torch.int32, device="cuda")
@@ -114,8 +112,7 @@ def test_untouched_slices_are_bitwise_the_base(path: str) -> None:
             assert torch.equal(got[s], part) == (s not in touched)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("m", [24, 200])
+@pytest.mark.parametrize(("path", "m"), paths_at(12, 24, 200))
 def test_padding_and_stale_entries_are_harmless(path: str, m: int) -> None:
     case = make_case(m, 512, [256], 8, 3, device="cuda", padding=9)
     stale = case.groups.sorted_tokens.clone()
@@ -130,8 +127,7 @@ def test_padding_and_stale_entries_are_harmless(path: str, m: int) -> None:
     assert sqnr(other.run(path), oracle(other)) > 40
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("m", [16, 48, 256])
+@pytest.mark.parametrize(("path", "m"), paths_at(1, 8, 16, 32, 48, 256))
 def test_a_thousand_replays_follow_the_metadata(path: str, m: int) -> None:
     slots = 6
     case = make_case(m, 1024, [512, 256], 16, slots, device="cuda")
@@ -175,9 +171,9 @@ def test_groups_are_made_without_a_synchronization() -> None:
     assert case_free[0].shape == (4, 64)
 
 
-@pytest.mark.parametrize("path", ["lora_linear", *PATHS])
-def test_no_synchronization_on_the_forward_path(path: str) -> None:
-    case = make_case(300, 512, [256], 8, 3, device="cuda")
+@pytest.mark.parametrize(("path", "m"), [("lora_linear", 16), ("lora_linear", 300), *paths_at(16, 300)])
+def test_no_synchronization_on_the_forward_path(path: str, m: int) -> None:
+    case = make_case(m, 512, [256], 8, 3, device="cuda")
     case.run(path)
     torch.cuda.set_sync_debug_mode("error")
     try:

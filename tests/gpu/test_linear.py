@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import FP8, Case, make_case, oracle, sqnr
+from tests.gpu.paths import HAS_DECODE
 from tests.pairwise import pairwise
 from torch_epilora.ops import dequantize_fp8
 from torch_epilora.ops.dispatch import plan_of
@@ -30,7 +31,7 @@ SHAPES = {
 }
 CASES = pairwise(
     {
-        "m": [0, 1, 2, 3, 7, 16, 17, 32, 33, 64, 77, 100, 256, 1000, 2048],
+        "m": [0, 1, 2, 3, 4, 7, 8, 16, 17, 24, 32, 33, 64, 77, 100, 256, 1000, 2048],
         "shape": list(SHAPES),
         "r": [1, 3, 4, 8, 9, 16, 17, 32, 64, 96, 128, 256, 320, 512],
         "slots": [1, 2, 8, 32, 64],
@@ -45,6 +46,25 @@ CASES = pairwise(
         "path": ["lora_linear", "lora_linear_fused", "lora_linear_hybrid"],
     }
 )
+DECODE_CASES = pairwise(
+    {
+        "m": [1, 3, 4, 7, 8, 16, 17, 24, 32],
+        "shape": ["qwen3-0.6b.qkv", "qwen3-8b.o", "qwen3-8b.gate_up", "qwen3-8b.down", "odd.1280", "odd.eight"],
+        "r": [1, 8, 9, 16, 17, 64, 96, 128],
+        "slots": [1, 2, 8, 32, 64, 127],
+        "popularity": ["uniform", "skewed", "distinct", "one", "none"],
+        "layout": ["tensor", "channel", "block"],
+        "compute": ["w8a8", "w8a16"],
+        "dtype": [torch.bfloat16, torch.float16],
+        "codes": ["made", "given", "static"],
+        "bias": [False, True],
+        "b_bias": [False, True],
+        "mixed_ranks": [False, True],
+        "path": ["lora_linear_decode"],
+    }
+)
+"""Only what the decode kernel serves; ``lora_linear`` above takes that path too."""
+ALL = CASES + (DECODE_CASES if HAS_DECODE else [])
 
 
 def unfused(case: Case) -> Tensor:
@@ -88,9 +108,9 @@ def unfused(case: Case) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
+@pytest.mark.parametrize("number", range(len(ALL)))
 def test_pairwise(number: int, record) -> None:
-    p = dict(CASES[number])
+    p = dict(ALL[number])
     path, shape = p.pop("path"), p.pop("shape")
     k, widths = SHAPES[shape]
     case = make_case(
@@ -102,6 +122,8 @@ def test_pairwise(number: int, record) -> None:
     assert got.shape == (case.x.shape[0], sum(widths)) and got.dtype == case.x.dtype
     if not got.numel():
         return
+    took = plan_of(*case.args()).path
+    assert path != "lora_linear_decode" or took == "decode"
     want, real = oracle(case), oracle(case, round_h=False)
     db = sqnr(got, want)
     error, baseline = (got.double() - real).norm(), (unfused(case).double() - real).norm()
@@ -109,12 +131,12 @@ def test_pairwise(number: int, record) -> None:
         test="pairwise",
         number=number,
         path=path,
-        took=plan_of(*case.args()).path,
+        took=took,
         sqnr=db,
         ratio=float(error / baseline),
     )
-    assert db > 40, f"{CASES[number]}: {db:.1f} dB"
-    assert error <= 2 * baseline, f"{CASES[number]}: error {error:.3e}, unfused {baseline:.3e}"
+    assert db > 40, f"{ALL[number]}: {db:.1f} dB"
+    assert error <= 2 * baseline, f"{ALL[number]}: error {error:.3e}, unfused {baseline:.3e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32])

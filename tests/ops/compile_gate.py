@@ -18,10 +18,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from torch_epilora.ops.checks import Groups
+from torch_epilora.ops import dispatch
+from torch_epilora.ops.checks import Call, Groups
 from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan, refusal, shared_bytes
+from torch_epilora.ops.triton import pdl
 from torch_epilora.ops.triton import quantize as q
-from torch_epilora.ops.triton.decode import decode
 from torch_epilora.ops.triton.expand import expand_add
 from torch_epilora.ops.triton.linear import linear
 from torch_epilora.ops.triton.shrink import shrink, shrink_planes
@@ -62,6 +63,7 @@ class Gate:
         self.label = ""
         self.estimates: dict[str, int] = {}
         driver.set_active(NoGpu(arch))
+        pdl.pdl_works = lambda device: True
         run = JITFunction.run
 
         def compile_only(fn, *args, grid, warmup, **kwargs):
@@ -106,8 +108,8 @@ class Gate:
             f"m={p.m} n={p.n} k={p.k} r={p.rank} S={p.slices} {adapters} {codes} {p.layout} {p.compute} "
             f"{str(p.dtype)[6:]}"
         )
-        config = make_plan(p).decode
-        self.estimates = {"decode_kernel": shared_bytes(config, p)}
+        plan = make_plan(p)
+        self.estimates = {"decode_kernel": shared_bytes(plan.decode, p)}
         x, weight = torch.empty(p.m, p.k, dtype=p.dtype), torch.empty(p.n, p.k, dtype=FP8)
         widths = [p.n // p.slices] * p.slices
         widths[0] += p.n - sum(widths)
@@ -119,18 +121,22 @@ class Gate:
         groups = Groups(torch.empty(p.m, dtype=torch.int32), vec, vec, vec, torch.tensor([not p.rank]))
         blocks = (-(-p.n // 128), -(-p.k // 128))
         scale = torch.empty({"tensor": (1,), "channel": (p.n, 1), "block": blocks}[p.layout])
-        mode = -1 if p.compute == "w8a16" or codes == "given" else q.GROUP if p.layout == "block" else q.TOKEN
         x_codes = x_scale = None
-        if codes == "given" and p.compute == "w8a8":
+        if codes == "given":
             x_codes, x_scale = x.to(FP8), torch.empty(p.m, blocks[1] if p.layout == "block" else 1)
-        elif codes == "static" and mode == q.TOKEN:
-            x_scale, mode = torch.empty(1), q.STATIC
-        decode(
-            x, x_codes, x_scale, weight, scale, torch.empty(p.n, dtype=p.dtype) if bias else None, p.layout, config,
-            quantize=mode, pdl=True, a=a, b=b, b_bias=b_bias,
-            rank=torch.empty(slots, dtype=torch.int32) if rank else None,
-            scaling=torch.empty(len(widths), slots) if rank else None, groups=groups,
+        elif codes == "static":
+            x_scale = torch.empty(1)
+        call = Call(
+            x, x_codes, x_scale, weight, scale, torch.empty(p.n, dtype=p.dtype) if bias else None, a, b, b_bias,
+            torch.empty(slots, dtype=torch.int32) if rank and slots else None,
+            torch.empty(len(widths), slots) if rank and slots else None, *groups, p.compute,
         )  # fmt: skip
+        dispatch._decode(call, plan)
+
+    def probe(self) -> None:
+        """Compile what finds out whether dependent launches can be compiled."""
+        self.label, self.estimates = "", {}
+        pdl.probe_kernel.warmup(grid=(1,), launch_pdl=True)
 
     def quantizers(self, dtype: torch.dtype) -> None:
         """Launch every quantizer by itself, and the static one inside the shrink."""
@@ -232,6 +238,8 @@ def main(arch: int) -> None:
     )
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         gate.quantizers(dtype)
+    if arch >= 90:
+        gate.probe()
     print(json.dumps(gate.report()))
 
 

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.cases import Case, make_case
 from torch_epilora.ops import adapter_groups
+from torch_epilora.ops.schemas import LINEAR_OPS
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 TRAINABLE = ("x", "bias", "a", "b", "b_bias")
@@ -90,7 +91,7 @@ def test_w8a8_takes_the_same_gradient_straight_through() -> None:
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
 
 
-@pytest.mark.parametrize("path", ["lora_linear_fused", "lora_linear_hybrid"])
+@pytest.mark.parametrize("path", LINEAR_OPS[1:])
 @pytest.mark.parametrize("compute", ["w8a8", "w8a16"])
 def test_every_path_has_the_same_gradient(path: str, compute: str) -> None:
     case = make_case(8, 140, [32, 20], 6, 3, compute=compute, b_bias=True)

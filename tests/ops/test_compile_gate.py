@@ -24,8 +24,10 @@ STACK = {89: 64, 90: 64, 100: 320, 120: 128}
 spilled (48 to 88 bytes today). On sm_100 the 64x128 tile of four warps under block scales holds two accumulators and
 spills 272. A rank of 512 handled at once, the mistake this is here for, takes thousands."""
 
-SLACK = {"linear_kernel": 2 << 10, "shrink_kernel": 2 << 10, "expand_kernel": 2 << 10}
+SLACK = {"linear_kernel": 2 << 10, "shrink_kernel": 2 << 10, "expand_kernel": 2 << 10, "decode_kernel": 64}
 """Bytes that the plan's estimate may lack: barriers and scale vectors, and in the expand the tiles of y in flight."""
+
+KERNELS = {"shrink_kernel", "sum_planes_kernel", "linear_kernel", "expand_kernel", "quantize_kernel", "decode_kernel"}
 
 
 def compile_for(arch: int, cache: Path) -> list[dict]:
@@ -54,8 +56,11 @@ def name_of(row: dict) -> str:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles(reports: dict[int, list[dict]], arch: int) -> None:
     names = {name_of(row) for row in reports[arch]}
-    assert names == {"shrink_kernel", "sum_planes_kernel", "linear_kernel", "expand_kernel", "quantize_kernel"}
+    assert names == (KERNELS - {"decode_kernel"} if arch == 89 else KERNELS), "sm_89 has no programmatic launch"
     assert len(reports[arch]) > 60
+    decodes = [row for row in reports[arch] if name_of(row) == "decode_kernel"]
+    assert arch == 89 or len(decodes) >= 20
+    assert [row for row in decodes if not row["dependent"]] == []
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -63,6 +68,7 @@ def test_shared_memory_fits_and_the_plan_knows_it(reports: dict[int, list[dict]]
     limit = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}[arch]
     for row in reports[arch]:
         assert row["shared"] <= limit == row["limit"], row
+        assert row["estimate"] or name_of(row) != "decode_kernel", row
         if row["estimate"]:
             assert row["shared"] <= row["estimate"] + SLACK[name_of(row)], row
 
@@ -92,7 +98,19 @@ def test_hopper_multiplies_widened_codes_on_its_16_bit_tensor_cores(reports: dic
     assert [row for row in rows if not row["hgmma"] or row["qgmma"] or row["hmma"]] == []
 
 
+def test_hopper_keeps_the_decode_kernels_multiplications_in_flight(reports: dict[int, list[dict]]) -> None:
+    """ptxas waits after every MMA, and says so only in a note, where it cannot tell whose registers they write.
+
+    So it does when the main loop holds an MMA of another type. A pipelined kernel waits two or three times in all.
+    """
+    rows = [row for row in reports[90] if name_of(row) == "decode_kernel" and " w8a8 " in row["kernel"]]
+    for adapters in (" bare ", " one ", " many "):
+        assert sum(adapters in row["kernel"] for row in rows) >= 2
+    assert [row for row in rows if not row["qgmma"] or row["waits"] >= row["qgmma"]] == []
+
+
 def test_aligned_shapes_do_not_spill_on_hopper(reports: dict[int, list[dict]]) -> None:
-    rows = [row for row in reports[90] if name_of(row) == "linear_kernel" and " k=130 " not in row["kernel"]]
-    assert len(rows) > 40
+    tiled = ("linear_kernel", "decode_kernel")
+    rows = [row for row in reports[90] if name_of(row) in tiled and " k=130 " not in row["kernel"]]
+    assert len(rows) > 60
     assert [row for row in rows if row["stack"]] == []

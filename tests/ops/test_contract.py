@@ -59,8 +59,7 @@ def calls() -> dict[str, Call]:
     bare = case_of()
     bare.a, bare.b, bare.b_bias, bare.rank, bare.scaling = [], [], [], None, None
     found["linear_bare"] = ("lora_linear", bare.args())
-    found["fused"], found["hybrid"] = ("lora_linear_fused", case.args()), ("lora_linear_hybrid", case.args())
-    return found
+    return found | {path: (path, case.args()) for path in LINEAR_OPS[1:]}
 
 
 CALLS = calls()

@@ -8,6 +8,7 @@ import signal
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor
 from tests.cases import Case, make_case, oracle, sqnr
 from tests.ops.interpreter import repaired  # noqa: F401
 from tests.pairwise import pairwise
-from torch_epilora.ops import reference
-from torch_epilora.ops.plan import Decode
+from torch_epilora.ops import dispatch, reference
+from torch_epilora.ops.checks import Call
+from torch_epilora.ops.plan import Decode, Problem, make_plan
 
 pytestmark = [
     pytest.mark.usefixtures("repaired", "counters"),
@@ -69,26 +71,20 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
 
 def config(m: int = 16, **changes: int) -> Decode:
     defaults = dict(
-        block_m=16 if m <= 16 else 32, block_n=64, block_k=128, num_stages=2, part=256, shrink_r=32, shrink_k=128,
-        shrink_stages=2, split_k=2, b_stages=2, ahead=0, early=1,
+        block_m=16 if m <= 16 else 32, block_n=64, block_k=128, num_stages=2, part=256, own_codes=2, shrink_r=32,
+        shrink_k=128, shrink_stages=2, split_k=2, b_stages=2, ahead=0, early=1,
     )  # fmt: skip
     return Decode(**{**defaults, **changes})
 
 
 def decoded(case: Case, tiles: Decode | None = None, *, bare: bool = False) -> Tensor:
-    """Launch the kernel as ``dispatch`` does; ``bare`` leaves the adapters out."""
-    from torch_epilora.ops.triton import quantize as q
-    from torch_epilora.ops.triton.decode import decode
-
-    mode = -1
-    if case.compute == "w8a8" and case.x_codes is None:
-        mode = q.STATIC if case.x_scale is not None else q.GROUP if case.layout == "block" else q.TOKEN
-    with time_limit(60):
-        return decode(
-            case.x, case.x_codes, case.x_scale, case.weight, case.weight_scale, case.bias, case.layout,
-            tiles or config(case.x.shape[0]), quantize=mode, pdl=False, a=[] if bare else case.a, b=case.b,
-            b_bias=case.b_bias, rank=case.rank, scaling=case.scaling, groups=case.groups,
-        )  # fmt: skip
+    """Launch the kernel as ``dispatch`` does, with other tiles; ``bare`` leaves the adapters out."""
+    if bare:
+        case = Case(**{**vars(case), "groups": case.groups._replace(no_adapter=torch.tensor([True]))})
+    plan = make_plan(Problem(*case.x.shape, case.weight.shape[0]))
+    with time_limit(60), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_epilora.ops.triton.pdl.pdl_works", lambda device: False)
+        return dispatch._decode(Call(*case.args()), replace(plan, decode=tiles or config(case.x.shape[0])))
 
 
 def stale(case: Case, padding: int) -> None:
@@ -104,7 +100,7 @@ def stale(case: Case, padding: int) -> None:
 
 CASES = pairwise(
     {
-        "m": [1, 3, 8, 16, 17, 24, 31, 32],
+        "m": [1, 3, 16, 17, 24, 32],
         "shape": [(256, [64]), (272, [70, 33]), (144, [100]), (528, [64, 16, 20]), (208, [33, 5, 64, 20])],
         "r": [1, 7, 24, 64, 128],
         "slots": [1, 2, 5, 32],
@@ -120,6 +116,7 @@ CASES = pairwise(
         "split_k": [1, 2, 4, 8],
         "early": [0, 2, 100],
         "block_k": [64, 128, 256],
+        "own_codes": [0, 2, 32],
         "shrink_r": [32, 64],
     }
 )
@@ -129,7 +126,9 @@ CASES = pairwise(
 def test_pairwise(number: int) -> None:
     p = dict(CASES[number])
     m, (k, widths) = p.pop("m"), p.pop("shape")
-    tiles = config(m, **{name: p.pop(name) for name in ("part", "split_k", "early", "block_k", "shrink_r")})
+    tiles = config(
+        m, **{name: p.pop(name) for name in ("part", "split_k", "early", "block_k", "own_codes", "shrink_r")}
+    )
     if p["layout"] == "block":
         tiles = config(m, **{**vars(tiles), "block_k": 128})
     compute, codes = p.pop("kind")
@@ -190,11 +189,12 @@ def test_metadata_out_of_range_reads_and_writes_nothing_outside(start: int) -> N
 
 
 def test_a_slot_outside_the_bank_is_bare_base() -> None:
-    case = make_case(12, 144, [48], 8, 3, popularity="distinct")
-    ids = case.groups.ids.clone()
-    ids[ids == 1] = 99
-    case.groups = case.groups._replace(ids=ids)
-    case.row_slots = [-1 if s == 1 else s for s in case.row_slots]
+    """A bank that is part of a larger buffer: what lies behind it is not an adapter."""
+    case = make_case(12, 144, [48], 8, 4, popularity="distinct", poison=False, mixed_ranks=False)
+    case.a, case.b = [t[:3] for t in case.a], [t[:3] for t in case.b]
+    case.rank = case.scaling = None
+    assert case.groups.ids.tolist() == [-1, 0, 1, 2, 3]
+    case.row_slots = [-1 if s == 3 else s for s in case.row_slots]
     assert sqnr(decoded(case), oracle(case)) > 48
 
 
@@ -263,12 +263,14 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.parametrize(("layout", "codes"), [("channel", "made"), ("block", "made"), ("channel", "static")])
-@pytest.mark.parametrize("part", [128, 1024])
-def test_codes_made_give_the_bits_of_the_same_codes_handed_in(layout: str, codes: str, part: int) -> None:
+@pytest.mark.parametrize(("part", "own_codes"), [(128, 0), (1024, 0), (128, 32)])
+def test_codes_made_give_the_bits_of_the_same_codes_handed_in(
+    layout: str, codes: str, part: int, own_codes: int
+) -> None:
     case = make_case(7, 400, [64, 20], 8, 3, layout=layout, codes=codes)
     case.x *= torch.tensor([1.0, 1e-6, 1e-3, 30.0, 1e3, 1.0, 1.0])[:, None]
     case.x[5] = 0
-    made = decoded(case, config(part=part))
+    made = decoded(case, config(part=part, own_codes=own_codes))
     if codes == "static":
         scale = case.x_scale
         case.x_codes, case.x_scale = reference.quantize_fp8_static(case.x, scale), scale.expand(7, 1).contiguous()
@@ -276,6 +278,19 @@ def test_codes_made_give_the_bits_of_the_same_codes_handed_in(layout: str, codes
         name = "group" if layout == "block" else "token"
         case.x_codes, case.x_scale = getattr(reference, f"quantize_fp8_{name}")(case.x)
     assert torch.equal(decoded(case), made)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_w8a16_has_every_codes_value_at_its_own_input(dtype: torch.dtype) -> None:
+    """One input of each row is 1, the others 0: the output is a column of the weights, bit for bit."""
+    case = make_case(32, 128, [256], 8, 1, layout="tensor", compute="w8a16", dtype=dtype, popularity="none", bias=False)
+    codes = (torch.arange(256)[:, None] + torch.arange(128)[None, :]) % 256
+    codes[codes % 128 == 127] = 0  # NaN
+    case.weight, case.weight_scale = codes.to(torch.uint8).view(torch.float8_e4m3fn), torch.ones(1)
+    for first in range(0, 128, 32):
+        case.x = torch.eye(128)[first : first + 32].to(dtype).contiguous()
+        got = decoded(case, bare=True)
+        assert torch.equal(got, case.weight[:, first : first + 32].float().t().to(dtype)), first
 
 
 @triton.jit
@@ -320,12 +335,12 @@ def test_calls_of_every_size_share_the_counters(counters: dict, split: int) -> N
     for m, widths, r, slots in ((32, [20, 16], 24, 8), (1, [64], 8, 1), (17, [33], 40, 3), (3, [64, 16], 16, 2)):
         case = make_case(m, 144, widths, r, slots, popularity="distinct")
         for _ in range(2):
-            assert sqnr(decoded(case, config(m, split_k=split)), oracle(case)) > 48
-        decoded(case, bare=True)
+            assert sqnr(decoded(case, config(m, split_k=split, own_codes=0)), oracle(case)) > 48
+        decoded(case, config(m, own_codes=0), bare=True)
     assert counters["taken"] == 12
 
 
 def test_a_call_that_waits_for_nothing_takes_no_counters(counters: dict) -> None:
-    case = make_case(5, 144, [48], 8, 2, compute="w8a16")
+    case = make_case(5, 144, [48], 8, 2, codes="given")
     decoded(case, bare=True)
     assert counters["taken"] == 0

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cases import FP8, Case, make_case
 from torch_epilora.ops import scale_layout
+from torch_epilora.ops.schemas import LINEAR_OPS
 
 EPILORA = torch.ops.epilora
 Wrong = tuple[str, Callable[[Case], None], type[Exception], str]
@@ -222,7 +223,7 @@ def test_lora_linear_refuses(change: Callable[[Case], None], error: type[Excepti
     case = right()
     case.run()
     change(case)
-    for op in ("lora_linear", "lora_linear_fused", "lora_linear_hybrid"):
+    for op in LINEAR_OPS:
         refuses(getattr(EPILORA, op), case.args(), error, message)
 
 

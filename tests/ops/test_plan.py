@@ -1,5 +1,6 @@
 """Plans: what is chosen is admitted on every GPU, what is refused says why, and token counts share a plan by bucket."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 
 from tests.pairwise import pairwise
 from torch_epilora.ops.plan import (
+    DECODE_MAX_TOKENS,
     SHARED_BYTES,
+    Decode,
     Expand,
     Gemm,
     Problem,
@@ -36,6 +39,10 @@ SWEEP = pairwise(
 PROBLEM = Problem(16, 4096, 4096, 64, 1, 5)
 ADA, BLACKWELL = {"capability": (8, 9)}, {"capability": (12, 0)}
 GEMM, SHRINK, EXPAND = Gemm(16, 64, 128, 64, 4, 4), Shrink(16, 32, 128, 4, False, 4, 3), Expand(16, 128, 64, 1, 4, 2)
+DECODE = Decode(
+    block_m=16, block_n=64, block_k=128, num_stages=4, part=1024, own_codes=2, shrink_r=32, shrink_k=128,
+    shrink_stages=3, split_k=4, b_stages=2, ahead=0, early=1,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("capability", GPUS, ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -49,10 +56,12 @@ def test_every_plan_is_admitted(capability: tuple[int, int]) -> None:
         for config in (plan.gemm, plan.shrink, plan.expand):
             assert refusal(config, p) is None, f"{p}: {config}"
         assert 1 <= plan.shrink.split_k <= 8 and plan.expand.run >= 1
-        assert plan.path in ("fused", "hybrid") and plan.reason
+        assert plan.path in ("decode", "fused", "hybrid") and plan.reason
         assert plan.base == "own" or vendor_refusal(p) is None
+        assert (plan.path == "decode") == (refusal(plan.decode, p) is None)
         paths.add((plan.path, plan.base))
-    assert paths == {("fused", "own"), ("hybrid", "own"), ("hybrid", "vendor")}
+    decode = {("decode", "own")} if capability >= (9, 0) else set()
+    assert paths == decode | {("fused", "own"), ("hybrid", "own"), ("hybrid", "vendor")}
 
 
 def test_every_gpu_of_the_gate_has_its_shared_memory() -> None:
@@ -73,12 +82,24 @@ def test_every_gpu_of_the_gate_has_its_shared_memory() -> None:
         (Gemm(128, 128, 256, 64, 8, 4), {}, "needs 262144 bytes of shared memory, and a block has 232448"),
         (Gemm(128, 128, 128, 64, 8, 4), ADA, "needs 131072 bytes of shared memory, and a block has 101376"),
         (Shrink(64, 64, 128, 1, True, 4, 8), {}, "needs 262144 bytes of shared memory, and a block has 232448"),
+        (replace(DECODE, block_n=48), {}, "block_n=48 is not a power of two of at least 16"),
+        (DECODE, ADA, "compute capability 8.9 has no programmatic dependent launch; 9.0 has"),
+        (DECODE, {"m": 33}, "33 tokens are more than the 32 of one tile"),
+        (DECODE, {"rank": 129}, "rank 129 is more than the 128 of one tile"),
+        (DECODE, {"groups": 129}, "129 groups are more than the 128 it holds in registers"),
+        (DECODE, {"dtype": torch.float32}, "float32 activations have no tensor cores to use"),
+        (DECODE, {"k": 4104}, "inputs come in multiples of 16, not 4104"),
+        (replace(DECODE, block_k=256), {"layout": "block"}, "block_k=256 must be 128 under 128x128 scales"),
+        # the pipeline and one B and h; the groups' B in flight; the shrink's pipeline
+        (replace(DECODE, num_stages=32), {}, "needs 337920 bytes of shared memory, and a block has 232448"),
+        (replace(DECODE, b_stages=16), {"rank": 128}, "needs 266240 bytes of shared memory, and a block has 232448"),
+        (replace(DECODE, shrink_stages=9), BLACKWELL, "needs 110592 bytes of shared memory, and a block has 101376"),
         (Expand(64, 128, 128, 1, 8, 8), BLACKWELL, "needs 393216 bytes of shared memory, and a block has 101376"),
         (GEMM, {"capability": (8, 0)}, "compute capability 8.0 has no FP8 tensor cores; 8.9 or later has"),
         (GEMM, {"capability": (11, 0)}, "compute capability (11, 0) is not one the kernels are built for"),
     ],
 )  # fmt: skip
-def test_refusal_says_why(config: Gemm | Shrink | Expand, change: dict, reason: str) -> None:
+def test_refusal_says_why(config: Gemm | Shrink | Expand | Decode, change: dict, reason: str) -> None:
     assert refusal(config, replace(PROBLEM, **change)) == reason
 
 
@@ -89,6 +110,11 @@ def test_what_is_refused_for_one_reason_is_admitted_without_it(config: Gemm | Sh
     assert refusal(replace(GEMM, block_k=128), replace(PROBLEM, layout="block")) is None
     assert refusal(replace(GEMM, block_r=128), PROBLEM) is None
     assert refusal(replace(SHRINK, block_r=256, num_stages=1), PROBLEM) is None, "K1 holds no B"
+    wide = replace(DECODE, block_m=32)
+    for capability in GPUS[1:]:
+        assert refusal(wide, replace(PROBLEM, m=32, capability=capability)) is None
+    for limit in ({"rank": 128}, {"groups": 128}, {"k": 4112}, {"dtype": torch.float16}, {"layout": "block"}):
+        assert refusal(wide, replace(PROBLEM, **limit)) is None, limit
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (11, 0), (13, 0)])
@@ -126,7 +152,7 @@ def test_buckets_differ_where_they_must() -> None:
     assert len({plan.gemm.block_m for plan in plans.values()}) > 2
     assert plans[1].gemm.block_m == plans[16].gemm.block_m == 16, "a decode batch takes the smallest tile of tokens"
     assert plans[2048].path == "hybrid" and plans[2048].base == "vendor"
-    assert make_plan(replace(PROBLEM, m=1, groups=2)).path == "fused"
+    assert make_plan(replace(PROBLEM, m=1, groups=2, **ADA)).path == "fused"
 
 
 def test_a_plan_is_the_same_every_time() -> None:
@@ -141,6 +167,47 @@ def test_ranks_bound_the_tiles() -> None:
         assert 16 <= plan.gemm.block_r <= 128 and 16 <= plan.shrink.block_r <= 128 and plan.expand.block_r <= 128
         if r <= 16:
             assert plan.gemm.block_r == plan.shrink.block_r == plan.expand.block_r == 16
+
+
+# --- decode ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", GPUS[1:], ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("change", [{}, {"rank": 0, "groups": 1}, {"layout": "block"}, {"compute": "w8a16"}], ids=str)
+def test_decode_serves_up_to_32_tokens(capability: tuple[int, int], change: dict) -> None:
+    for m in range(1, DECODE_MAX_TOKENS + 1):
+        plan = make_plan(replace(PROBLEM, m=m, capability=capability, **change))
+        assert (plan.path, plan.base) == ("decode", "own") and "at most 32 tokens" in plan.reason
+        assert plan.decode.block_m >= m
+    assert make_plan(replace(PROBLEM, m=33, capability=capability, **change)).path != "decode"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"m": 33}, {"rank": 129}, {"dtype": torch.float32}, {"k": 4104}, {"groups": 129}, ADA, {"capability": (8, 0)}],
+    ids=str,
+)
+def test_other_paths_serve_what_the_decode_kernel_refuses(change: dict) -> None:
+    p = replace(PROBLEM, **change)
+    plan = make_plan(p)
+    assert refusal(plan.decode, p) and plan.path != "decode" and plan.reason
+
+
+def test_every_decode_plan_is_one_the_kernel_can_run() -> None:
+    """What the refusal leaves to the plan: a tile holds all tokens, and nothing is asked for past a row's end."""
+    many = 0
+    for row, capability in itertools.product(SWEEP, GPUS):
+        n, k = row["shape"]
+        p = Problem(n=n, k=k, capability=capability, **{name: v for name, v in row.items() if name != "shape"})
+        config = make_plan(p).decode
+        if refusal(config, p) is None:
+            many += 1
+            assert config.block_m >= p.m and 0 <= config.ahead <= p.k and config.ahead % 32 == 0
+            for size in (config.part, config.shrink_r, config.shrink_k, config.split_k):
+                assert size > 0 and size & (size - 1) == 0, f"{p}: {config}"
+            assert config.part % 128 == 0 and config.shrink_r >= 16 and config.shrink_k >= 16
+            assert config.early >= 0 and min(config.num_stages, config.shrink_stages, config.b_stages) >= 1
+    assert many > 50
 
 
 # --- the vendor's GEMM -------------------------------------------------------------------------------------------
@@ -185,6 +252,10 @@ def test_shared_bytes_counts_the_pipelined_tiles() -> None:
     assert shared_bytes(Shrink(16, 32, 128, 4, False, 4, 3), PROBLEM) == 3 * 2 * (16 + 32) * 128
     # an epilogue that needs more than the main loop decides
     assert shared_bytes(Gemm(128, 128, 16, 128, 8, 1), PROBLEM) == 2 * (128 + 128) * 128
+    # the decode kernel has B and h beside its main loop if one adapter's are read early; codes and scales of blocks
+    main = 4 * (64 * 128 + 16 * 128)
+    assert shared_bytes(DECODE, PROBLEM) == main + 2 * 64 * (64 + 16)
+    assert shared_bytes(DECODE, replace(PROBLEM, layout="block")) == main + 4 * 4 * (64 + 16) + 2 * 64 * (64 + 16)
     # the expand keeps B and y of every stage in flight
     assert shared_bytes(Expand(64, 128, 16, 1, 8, 2), PROBLEM) == 2 * 2 * (16 * 128 + 64 * 128)
 

@@ -14,6 +14,7 @@ from tests.cases import FP8, Case, exact_codes, group_rows, make_case, oracle, s
 from tests.pairwise import pairwise
 from torch_epilora.ops import adapter_groups, dequantize_fp8, lora_linear
 from torch_epilora.ops.reference import widen
+from torch_epilora.ops.schemas import LINEAR_OPS
 
 EPILORA = torch.ops.epilora
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_fp8_quant.safetensors"
@@ -231,7 +232,7 @@ def test_the_function_for_people_is_the_operator() -> None:
     assert torch.equal(got, case.run())
 
 
-@pytest.mark.parametrize("path", ["lora_linear_fused", "lora_linear_hybrid"])
+@pytest.mark.parametrize("path", LINEAR_OPS[1:])
 def test_every_path_is_the_reference_on_the_cpu(path: str) -> None:
     case = make_case(8, 130, [48, 20], 8, 2)
     assert torch.equal(case.run(path), case.run())

@@ -121,11 +121,14 @@ def _decode(call: Call, plan: Plan) -> Tensor:
     """One kernel quantizes, shrinks, multiplies and adds the up-projections (EpiLoRA section 3.1, the decode path)."""
     from torch_epilora.ops.triton.decode import decode
     from torch_epilora.ops.triton.pdl import pdl_works
+    from torch_epilora.ops.triton.quantize import HALF
 
-    lora = call.has_adapters
+    lora, quantize = call.has_adapters, _quantizer(call)
+    if call.compute == "w8a16" and call.x.shape[1] % plan.decode.block_k == 0 and _aligned(call.weight):
+        quantize = HALF
     return decode(
         call.x, call.x_codes, call.x_scale, call.weight, call.weight_scale, call.bias, call.layout, plan.decode,
-        quantize=_quantizer(call), pdl=pdl_works(call.x.device), a=call.a if lora else [], b=call.b,
+        quantize=quantize, pdl=pdl_works(call.x.device), a=call.a if lora else [], b=call.b,
         b_bias=call.b_bias, rank=call.rank, scaling=call.scaling, groups=call.groups,
     )  # fmt: skip
 

@@ -107,7 +107,8 @@ class Expand:
 class Decode:
     """Tiles of the decode kernel: the GEMM's tokens, outputs and inputs a block, then those of its other two roles.
 
-    ``part`` columns of a row are quantized by one block; a block of the shrink makes ``shrink_r`` ranks from its share
+    ``part`` columns of a row are quantized at once, by a block of their own, or by each block of the GEMM for itself if
+    there are at most ``own_codes`` tokens; a block of the shrink makes ``shrink_r`` ranks from its share
     of the inputs, one of ``split_k``, ``shrink_k`` at a time. ``b_stages`` groups' B are in flight at once. ``ahead``
     bytes of each row of weights are asked for before the kernel before this one has ended, and B and h are read
     ``early`` steps before the main loop ends.
@@ -118,6 +119,7 @@ class Decode:
     block_k: int
     num_stages: int
     part: int
+    own_codes: int
     shrink_r: int
     shrink_k: int
     shrink_stages: int
@@ -155,14 +157,13 @@ def shared_bytes(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> i
         epilogue = (config.block_n + config.block_m) * config.block_r * full
         return max(stage * config.num_stages + widened, epilogue, config.block_n * config.block_m * full)
     if isinstance(config, Decode):
-        widened = 0 if problem.compute == "w8a8" else config.block_n * config.block_k * full
         stage = config.block_n * config.block_k + config.block_m * config.block_k * x
         if problem.layout == "block":
             stage += (config.block_n + config.block_m) * 4
         rank = _rank_block(problem, DECODE_MAX_RANK) * full
         shrink = (config.block_m + config.shrink_r) * config.shrink_k * full * config.shrink_stages
         late = rank * (config.block_n * config.b_stages + config.block_m)
-        return max(stage * config.num_stages + widened + rank * (config.block_n + config.block_m), shrink, late)
+        return max(stage * config.num_stages + rank * (config.block_n + config.block_m), shrink, late)
     if isinstance(config, Shrink):
         return (config.block_m + config.block_r) * config.block_k * full * config.num_stages
     tiles = (config.block_r + config.block_m) * config.block_n * full * config.num_stages
@@ -324,18 +325,18 @@ def _decode(p: Problem) -> Decode:
     if adapters > 1:
         blocks = 2 if programs <= 80 else 3
     else:
-        blocks = (1 if long else 2) if one_wave else 3
-    narrow = p.layout == "block" or p.compute == "w8a16" or blocks == 3
+        blocks = (1 if long or programs <= 32 else 2) if one_wave else 3
+    narrow = p.layout == "block" or blocks == 3 or (p.compute == "w8a16" and p.k % (2 * BLOCK) != 0)
     block_k = BLOCK if narrow else 2 * BLOCK
     stage = (64 + block_m * (1 if p.compute == "w8a8" else _size(p.dtype))) * block_k
     epilogue = (2 << 10) if adapters > 1 else (12 << 10)
-    stages = max(2, min(8, (SHARED_BYTES.get(p.capability, 0) // blocks - epilogue) // stage))
+    stages = max(2, min(10 if programs <= 32 else 8, (SHARED_BYTES.get(p.capability, 0) // blocks - epilogue) // stage))
     split = 8 if one_wave else 4
     if adapters > 1:
         split = max(2, _power_of_two(160 // (adapters * p.slices * -(-max(p.rank, 1) // 64)), 8))
     few = blocks == 3 or not _roomy(p)
     return Decode(
-        block_m, 64, block_k, stages, part=1024 if p.m <= 8 else 4096 if long and p.m > 16 else 2048,
+        block_m, 64, block_k, stages, part=1024 if 2 < p.m <= 8 else 4096 if long and p.m > 16 else 2048, own_codes=2,
         shrink_r=_rank_block(p, 64), shrink_k=BLOCK, shrink_stages=3 if few else 4,
         split_k=min(split, _power_of_two(p.k // 256, 8)),
         b_stages=8 if _rank_block(p, DECODE_MAX_RANK) <= 64 and _roomy(p) else 4,

@@ -21,6 +21,7 @@ from torch_epilora.ops.triton.common import column_tile, on_device, pick, slot_r
 from torch_epilora.ops.triton.linear import LAYOUTS, step
 from torch_epilora.ops.triton.shrink import stride_or_zero
 from torch_epilora.ops.triton.signals import HEADER, take_signal
+from torch_epilora.ops.triton.widen import half_scale, place
 
 _SIDE = tl.constexpr(BLOCK)
 _HEADER = tl.constexpr(HEADER)
@@ -79,27 +80,34 @@ def leave(signal_ptr, programs):
 def quantize_part(
     x_ptr, codes_ptr, scale_ptr, part, K, MODE: tl.constexpr, CHUNKS: tl.constexpr, BQ: tl.constexpr, PART: tl.constexpr
 ):
-    """Quantize PART columns of a row; a token's scale is found over the whole row, by each of its parts alike."""
+    """Make PART of a row's codes, or of its fp16 operand; a row's scale is found by each of its parts alike."""
     cols = part * PART + tl.arange(0, PART)
+    places = cols
     x = tl.load(x_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
-    if MODE == 0:
+    if MODE == 0 or MODE == 3:
         every = tl.arange(0, BQ)
         amax = tl.zeros([BQ], tl.float32)
         for i in tl.static_range(CHUNKS):
             chunk = tl.load(x_ptr + i * BQ + every, mask=i * BQ + every < K, other=0.0).to(tl.float32)
             amax = q.larger(amax, tl.abs(chunk))
-        scale = q.token_scale(tl.reduce(amax, 0, q.larger))
+        amax = tl.reduce(amax, 0, q.larger)
+        if MODE == 3:
+            scale, reciprocal = half_scale(amax)
+            codes = (x * reciprocal).to(tl.float16)
+            places = place(cols)
+        else:
+            scale = q.token_scale(amax)
+            codes = q.to_codes(q.divide(x, scale))
         tl.store(scale_ptr, scale)
-        codes = q.divide(x, scale)
     elif MODE == 1:
         x = tl.reshape(x, [PART // _SIDE, _SIDE])
         scales = q.group_scale(tl.reduce(tl.abs(x), 1, q.larger))
         group = part * (PART // _SIDE) + tl.arange(0, PART // _SIDE)
         tl.store(scale_ptr + group, scales, mask=group * _SIDE < K)
-        codes = tl.reshape(q.divide(x, scales[:, None]), [PART])
+        codes = q.to_codes(tl.reshape(q.divide(x, scales[:, None]), [PART]))
     else:
-        codes = x * tl.div_rn(1.0, tl.load(scale_ptr))
-    tl.store(codes_ptr + cols, q.to_codes(codes), mask=cols < K)
+        codes = q.to_codes(x * tl.div_rn(1.0, tl.load(scale_ptr)))
+    tl.store(codes_ptr + places, codes, mask=cols < K)
 
 
 @triton.jit
@@ -215,8 +223,8 @@ def decode_kernel(
     scaling_stride, w_blocks, widths,
     GROUPS: tl.constexpr, LAYOUT: tl.constexpr, W8A8: tl.constexpr, LORA: tl.constexpr, MANY: tl.constexpr,
     QUANTIZE: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, CHUNKS: tl.constexpr, BQ: tl.constexpr, PART: tl.constexpr,
-    RANK_TILES: tl.constexpr, SPLIT: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, OWN_CODES: tl.constexpr, CHUNKS: tl.constexpr, BQ: tl.constexpr,
+    PART: tl.constexpr, RANK_TILES: tl.constexpr, SPLIT: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr,
     SHRINK_STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     STAGES: tl.constexpr, B_STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -226,7 +234,7 @@ def decode_kernel(
     loop ends. AHEAD bytes of each row of weights are asked for while the kernel before this one ends.
     """
     pid = tl.program_id(0)
-    if QUANTIZE >= 0:
+    if QUANTIZE >= 0 and not OWN_CODES:
         if pid < quantize_programs:
             if PDL:
                 gdc_wait()
@@ -249,7 +257,8 @@ def decode_kernel(
                 GROUPS, HAS_RANK, HAS_SCALING, BM, SHRINK_R, SHRINK_K, RANK_TILES, SPLIT, SHRINK_STAGES,
             )  # fmt: skip
             return
-    slice_index, base, inner, width = column_tile(pid - quantize_programs - shrink_programs, widths, BN)
+    tile = pid - quantize_programs - shrink_programs
+    slice_index, base, inner, width = column_tile(tile, widths, BN)
     within = inner + tl.arange(0, BN)
     n_valid = within < width
     n = base + within
@@ -279,21 +288,36 @@ def decode_kernel(
         row = tl.load(sorted_ptr + rows, mask=valid, other=-1)
         h_ptrs = h_ptr + (rows[None, :] * len(widths) + slice_index) * R + r[:, None]
         h_mask = valid[None, :] & (r < R)[:, None]
-    if QUANTIZE >= 0:
+    if OWN_CODES:
+        # so few rows that each program makes its own codes sooner than it would hear of another's
+        codes_ptr += tile.to(tl.int64) * M * stride_cm
+        if QUANTIZE != 2:
+            x_scale_ptr += tile.to(tl.int64) * M * stride_sm
+        for token in range(M):
+            for part in range(tl.cdiv(K, PART)):
+                quantize_part(
+                    x_ptr + token * stride_xm, codes_ptr + token * stride_cm, x_scale_ptr + token * stride_sm, part, K,
+                    QUANTIZE, CHUNKS, BQ, PART,
+                )  # fmt: skip
+        tl.debug_barrier()
+    elif QUANTIZE >= 0:
         wait_for(signal_ptr + _CODES, quantize_programs)
         if not LORA:
             leave(signal_ptr, linear_programs)
     rows64 = rows.to(tl.int64)
-    if W8A8 and LAYOUT != 2:
+    WORDS: tl.constexpr = QUANTIZE == 3
+    if (W8A8 and LAYOUT != 2) or WORDS:
         x_scale = tl.load(x_scale_ptr + rows64 * stride_sm, mask=valid, other=0.0)
     w_ptrs = w_rows[:, None] + k[None, :]
+    if WORDS:
+        w_ptrs = w_rows.to(tl.pointer_type(tl.int32), bitcast=True)[:, None] + tl.arange(0, BK // 4)[None, :]
     x_ptrs = codes_ptr + rows64[None, :] * stride_cm + k[:, None]
     acc = tl.zeros([BN, BM], tl.float32)
     early = tl.maximum(tl.cdiv(K, BK) - 1 - EARLY, 0) * BK
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
         acc = step(
             acc, w_ptrs, x_ptrs, w_scale_ptr, x_scale_ptr, rows64, valid, n, n_valid, k0, K, stride_sm, w_blocks,
-            LAYOUT, W8A8, EVEN_K, BK,
+            LAYOUT, W8A8, EVEN_K, BK, WORDS,
         )  # fmt: skip
         # loads alone: an MMA of another type in here would have ptxas serialize the main loop's (C7515)
         if LORA and not MANY:
@@ -307,9 +331,9 @@ def decode_kernel(
                 h = tl.load(h_ptrs, mask=h_mask, other=0.0)
     if PDL and (MANY or not LORA):
         gdc_launch_dependents()
+    if (W8A8 and LAYOUT != 2) or WORDS:
+        acc *= x_scale[None, :]
     if LAYOUT != 2:
-        if W8A8:
-            acc *= x_scale[None, :]
         acc *= w_scale[:, None]
     if LORA:
         # each row's place in adapter order, then its group's place among those that are active; -1 is the bare base
@@ -376,7 +400,8 @@ def decode(
     x_codes, x_scale : Tensor, optional
         The GEMM's operand and its scale if they exist; with neither and ``quantize`` -1, x itself is it (W8A16).
     quantize : int
-        A mode of the quantizer, to make the codes in this launch; -1 otherwise.
+        A mode of the quantizer, to make the GEMM's operand in this launch; -1 otherwise. HALF needs K in multiples of
+        the plan's block_k and rows of weights that start at multiples of 16 bytes.
     pdl : bool
         Launch as a programmatic dependent of the kernel before.
     a, b, groups : list of Tensor and Groups, optional
@@ -401,20 +426,23 @@ def decode(
         h = torch.empty((m, slices, r), dtype=x.dtype, device=x.device) if lora else y
     if tiles and config.split_k > 1:
         planes = torch.empty((config.split_k, m, slices, r), dtype=torch.float32, device=x.device)
-    operand = x if x_codes is None else x_codes
-    if quantize >= 0:
-        operand = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
-        if quantize != q.STATIC:
-            groups_k = triton.cdiv(k, BLOCK) if quantize == q.GROUP else 1
-            x_scale = torch.empty((m, groups_k), dtype=torch.float32, device=x.device)
-    per_row = x_scale is not None and quantize != q.STATIC and x_scale.shape[0] == m
-    quantize_programs = m * triton.cdiv(k, config.part) if quantize >= 0 else 0
-    chunk = min(triton.next_power_of_2(k), 4096)
     widths = tuple(t.shape[1] for t in b) if lora else (n,)
     linear_programs = sum(triton.cdiv(w, config.block_n) for w in widths)
+    half = quantize == q.HALF
+    own_codes = quantize >= 0 and m <= config.own_codes
+    operand = x if x_codes is None else x_codes
+    per_row = x_scale is not None and quantize != q.STATIC and x_scale.shape[0] == m
+    if quantize >= 0:
+        rows = m * linear_programs if own_codes else m
+        operand = torch.empty((rows, k), dtype=torch.float16 if half else torch.float8_e4m3fn, device=x.device)
+        if quantize != q.STATIC:
+            groups_k = triton.cdiv(k, BLOCK) if quantize == q.GROUP else 1
+            x_scale, per_row = torch.empty((rows, groups_k), dtype=torch.float32, device=x.device), True
+    quantize_programs = m * triton.cdiv(k, config.part) if quantize >= 0 and not own_codes else 0
+    chunk = min(triton.next_power_of_2(k), 4096)
     aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 16 == 0
     with on_device(x):
-        signal = take_signal(x.device, HEADER + tiles) if lora or quantize >= 0 else y
+        signal = take_signal(x.device, HEADER + tiles) if lora or quantize_programs else y
         decode_kernel[(quantize_programs + tiles * config.split_k + linear_programs,)](
             x, operand, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
             planes, h, signal, tuple(a) or (y,), tuple(b) or (y,), tuple(b_bias) or (y,), y if rank is None else rank,
@@ -423,11 +451,12 @@ def decode(
             x.stride(0), operand.stride(0), x_scale.stride(0) if per_row else 0, weight.stride(0),
             a[0].stride(0) if lora else 0, a[0].stride(1) if lora else 0, tuple(t.stride(0) for t in b) or (0,),
             b[0].stride(1) if lora else 0, stride_or_zero(rank), stride_or_zero(scaling), triton.cdiv(k, BLOCK), widths,
-            GROUPS=triton.next_power_of_2(num_groups), LAYOUT=LAYOUTS[layout], W8A8=x_scale is not None, LORA=lora,
-            MANY=active > 1, QUANTIZE=quantize, HAS_RANK=rank is not None, HAS_SCALING=scaling is not None,
+            GROUPS=triton.next_power_of_2(num_groups), LAYOUT=LAYOUTS[layout], W8A8=x_scale is not None and not half,
+            LORA=lora, MANY=active > 1, QUANTIZE=quantize, HAS_RANK=rank is not None, HAS_SCALING=scaling is not None,
             HAS_LORA_BIAS=bool(b_bias), HAS_BIAS=bias is not None, EVEN_K=k % config.block_k == 0,
-            CHUNKS=triton.cdiv(k, chunk) if quantize == q.TOKEN else 1, BQ=chunk, PART=config.part,
-            RANK_TILES=rank_tiles, SPLIT=config.split_k, SHRINK_R=shrink_r, SHRINK_K=config.shrink_k,
+            OWN_CODES=own_codes, CHUNKS=triton.cdiv(k, chunk) if quantize in (q.TOKEN, q.HALF) else 1, BQ=chunk,
+            PART=config.part if quantize >= 0 else BLOCK, RANK_TILES=rank_tiles,
+            SPLIT=config.split_k if tiles else 1, SHRINK_R=shrink_r, SHRINK_K=config.shrink_k,
             SHRINK_STAGES=config.shrink_stages, BM=config.block_m, BN=config.block_n, BK=config.block_k,
             BR=max(triton.next_power_of_2(r), 16), STAGES=config.num_stages, B_STAGES=config.b_stages,
             AHEAD=config.ahead if aligned else 0, EARLY=config.early, PDL=pdl, num_warps=config.num_warps,

@@ -13,6 +13,7 @@ from torch_epilora.ops.plan import Gemm
 from torch_epilora.ops.triton.common import column_tile, on_device, pick, slot_rank, slot_scaling
 from torch_epilora.ops.triton.expand import load_h
 from torch_epilora.ops.triton.shrink import stride_or_zero
+from torch_epilora.ops.triton.widen import operand_of_words, settle
 
 LAYOUTS = {"tensor": 0, "channel": 1, "block": 2}
 _SIDE = tl.constexpr(BLOCK)
@@ -21,17 +22,24 @@ _SIDE = tl.constexpr(BLOCK)
 @triton.jit
 def step(
     acc, w_ptrs, x_ptrs, w_scale_ptr, x_scale_ptr, rows, valid, n, n_valid, k0, K, stride_sm, w_blocks,
-    LAYOUT: tl.constexpr, W8A8: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr,
+    LAYOUT: tl.constexpr, W8A8: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr = False,
 ):  # fmt: skip
-    """acc[n, m] += sum of w[n, k] x[m, k] over BK inputs from k0, with both scales of each 128-block in that layout."""
+    """acc[n, m] += sum of w[n, k] x[m, k] over BK inputs from k0, with both scales of each 128-block in that layout.
+
+    WORDS: ``w_ptrs`` read codes as int32 words, and x is fp16 with its inputs where ``widen.place`` puts them.
+    """
     k = k0 + tl.arange(0, BK)
-    if EVEN_K:
+    if WORDS:
+        words = tl.load(w_ptrs + k0 // 4, mask=n_valid[:, None], other=0)
+        w = operand_of_words(words, w_ptrs.shape[0], BK)
+        x = tl.load(x_ptrs + k0, mask=valid[None, :], other=0.0)
+    elif EVEN_K:
         w = tl.load(w_ptrs + k0, mask=n_valid[:, None], other=0.0)
         x = tl.load(x_ptrs + k0, mask=valid[None, :], other=0.0)
     else:
         w = tl.load(w_ptrs + k0, mask=n_valid[:, None] & (k < K)[None, :], other=0.0)
         x = tl.load(x_ptrs + k0, mask=valid[None, :] & (k < K)[:, None], other=0.0)
-    if not W8A8:
+    if not W8A8 and not WORDS:
         w = w.to(x.dtype)
     if LAYOUT == 2:
         block = k0 // _SIDE
@@ -41,6 +49,8 @@ def step(
         acc += tl.dot(w, x, input_precision="ieee") * scale
     else:
         acc = tl.dot(w, x, acc, input_precision="ieee")
+    if WORDS:
+        acc = settle(acc)
     return acc
 
 

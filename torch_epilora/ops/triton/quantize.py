@@ -10,6 +10,8 @@ from torch_epilora.ops.reference import FP8_MAX, MIN_GROUP_AMAX, MIN_SCALE
 from torch_epilora.ops.triton.common import on_device
 
 TOKEN, GROUP, STATIC = 0, 1, 2
+HALF = 3
+"""Of the decode kernel only: no codes, but W8A16's operand, x as fp16 (``widen.half_scale``)."""
 _MAX = tl.constexpr(FP8_MAX)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MIN_AMAX = tl.constexpr(MIN_GROUP_AMAX)
