@@ -28,7 +28,8 @@ graphs, weights rotated so that none comes from L2, medians of interleaved round
 of several such medians. A dash: not measured, or not a case of that path. The script is `benchmarks/layer.py`; the log
 of what was tried is `benchmarks/NOTES.md`.
 
-W8A16 at few tokens, where weights are widened by conversion instructions, is slower than vLLM's Marlin.
+The W8A16 table is from before the decode path served it: there weights are widened by conversion instructions, and
+few tokens are slower than vLLM's Marlin.
 """
 
 

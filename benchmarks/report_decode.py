@@ -86,7 +86,8 @@ def decode_tables(path: Path) -> list[str]:
     for compute, layout in sorted({(row["compute"], row["layout"]) for row in rows}):
         shown = [decode_row(row, rows) for row in rows if (row["compute"], row["layout"]) == (compute, layout)]
         table = measured(list(shown[0]), [list(line.values()) for line in shown])
-        parts += [f"### {compute.upper()}, scales per {layout} ({path.stem})", source(path, env), table]
+        parts += [f"### {compute.upper()}, scales per {layout} ({path.stem})", source(path, env)]
+        parts += [*([env["note"]] if "note" in env else []), table]
     return parts
 
 

@@ -222,6 +222,8 @@ def decodes(capability: tuple[int, int]) -> list[tuple[Problem, dict]]:
         (32, 6144, 4096, 128, 3, 33, "block", "w8a16", bf16, {}),
         (16, 4096, 4096, 16, 1, 2, "tensor", "w8a16", fp16, {}),
         (32, 4096, 4096, 0, 1, 1, "channel", "w8a16", bf16, {}),
+        (32, 4096, 4112, 16, 1, 33, "channel", "w8a16", bf16, {}),
+        (16, 24576, 4112, 64, 2, 2, "tensor", "w8a16", bf16, {}),
     ]
     return found + [(Problem(*row[:-1], capability), row[-1]) for row in rest]  # type: ignore[arg-type]
 

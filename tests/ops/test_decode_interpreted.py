@@ -101,7 +101,7 @@ def stale(case: Case, padding: int) -> None:
 CASES = pairwise(
     {
         "m": [1, 3, 16, 17, 24, 32],
-        "shape": [(256, [64]), (272, [70, 33]), (144, [100]), (528, [64, 16, 20]), (208, [33, 5, 64, 20])],
+        "shape": [(256, [64]), (272, [70, 33]), (144, [100]), (400, [64, 16, 20]), (208, [33, 5, 64])],
         "r": [1, 7, 24, 64, 128],
         "slots": [1, 2, 5, 32],
         "popularity": ["uniform", "skewed", "distinct", "one", "none"],
@@ -116,7 +116,7 @@ CASES = pairwise(
         "split_k": [1, 2, 4, 8],
         "early": [0, 2, 100],
         "block_k": [64, 128, 256],
-        "own_codes": [0, 2, 32],
+        "own_codes": [0, 3],
         "shrink_r": [32, 64],
     }
 )
@@ -206,7 +206,7 @@ KINDS = [("channel", "w8a8"), ("tensor", "w8a8"), ("block", "w8a8"), ("channel",
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize(("layout", "compute"), KINDS)
 def test_rows_without_adapter_are_bitwise_the_bare_call(layout: str, compute: str, slots: int) -> None:
-    case = make_case(20, 272, [64, 33], 8, slots, layout=layout, compute=compute, b_bias=True)
+    case = make_case(20, 144, [64, 33], 8, slots, layout=layout, compute=compute, b_bias=True)
     case.b[0].fill_(1e4)
     got, base = decoded(case), decoded(case, bare=True)
     bare = [i for i, slot in enumerate(case.row_slots) if slot < 0]

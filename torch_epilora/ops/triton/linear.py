@@ -49,7 +49,7 @@ def step(
         acc += tl.dot(w, x, input_precision="ieee") * scale
     else:
         acc = tl.dot(w, x, acc, input_precision="ieee")
-    if WORDS:
+    if not W8A8:
         acc = settle(acc)
     return acc
 
