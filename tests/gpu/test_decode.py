@@ -376,3 +376,19 @@ def test_a_replay_is_its_calls_kernels_and_nothing_else(tmp_path: Path) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert on_the_gpu(graph.replay, tmp_path / "graph.json") == ["decode_kernel"] * 4
+
+
+def test_inductors_own_graphs_leave_the_counters_alone() -> None:
+    """Its warm-up allocates in a graph's private pool, where counters must not lie."""
+    case = make_case(4, 512, [256, 64], 16, 3, device="cuda", bias=False, poison=False)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        call = (x, *case.args()[1:])
+        return torch.ops.epilora.lora_linear(*call).float() * 2
+
+    compiled = torch.compile(layer, mode="reduce-overhead")
+    for _ in range(5):
+        x = torch.randn_like(case.x)
+        got = compiled(x).clone()
+        assert torch.equal(got, layer(x))
+        torch.full((1 << 20,), 7, dtype=torch.int32, device="cuda")

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tests.ops.sass import overwritten
 from torch_epilora.ops import dispatch
 from torch_epilora.ops.checks import Call, Groups
 from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan, refusal, shared_bytes
@@ -172,6 +173,7 @@ class Gate:
                         "hgmma": sass.count("HGMMA"),
                         "hmma": sass.count("HMMA"),
                         "waits": sass.count("WARPGROUP.DEPBAR"),
+                        "overwritten": overwritten(sass),
                         "dependent": "griddepcontrol.wait" in kernel.asm["ptx"],
                     }
                 )

@@ -115,3 +115,9 @@ def test_aligned_shapes_do_not_spill_on_hopper(reports: dict[int, list[dict]]) -
     rows = [row for row in reports[90] if name_of(row) in tiled and " k=130 " not in row["kernel"]]
     assert len(rows) > 60
     assert [row for row in rows if row["stack"]] == []
+
+
+def test_hopper_waits_for_an_mma_before_its_operand_is_written(reports: dict[int, list[dict]]) -> None:
+    rows = [row for row in reports[90] if name_of(row) in ("linear_kernel", "decode_kernel")]
+    assert sum(" w8a16 " in row["kernel"] for row in rows) > 20
+    assert [(row["kernel"], row["overwritten"]) for row in rows if row["overwritten"]] == []

@@ -172,6 +172,27 @@ def test_metadata_of_a_larger_capacity() -> None:
     assert torch.equal(decoded(case), want)
 
 
+@pytest.mark.parametrize("m", [1, 2])
+def test_counts_of_a_larger_batch(m: int) -> None:
+    """Rows of the list that x does not have do not exist, and their group's B is not the others'."""
+    case = make_case(3, 144, [32], 4, 3, popularity="distinct", mixed_ranks=False)
+    short = Case(**{**vars(case), "x": case.x[:m].contiguous(), "row_slots": case.row_slots[:m]})
+    assert sqnr(decoded(short), oracle(short)) > 40
+
+
+def test_a_start_before_the_list_reaches_no_row() -> None:
+    case = make_case(2, 144, [32], 4, 1, popularity="one", mixed_ranks=False, padding=1)
+    want = decoded(case)
+    starts = case.groups.starts.clone()
+    starts[1] = -1  # the padding row has no place, counted as -1, which lies in [-1, 0)
+    case.groups = case.groups._replace(starts=starts)
+    torch.use_deterministic_algorithms(True)  # new memory is NaN, also the row of h that nobody writes
+    try:
+        assert torch.equal(decoded(case)[1], want[1])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("start", [-(2**30), -1, 5, 2**30])
 def test_metadata_out_of_range_reads_and_writes_nothing_outside(start: int) -> None:
     case = make_case(7, 144, [48], 8, 2, popularity="one", poison=False, mixed_ranks=False)

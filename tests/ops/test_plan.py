@@ -267,3 +267,27 @@ def test_shared_bytes_grows_with_every_tile() -> None:
                 larger = replace(config, **{field: 4 * getattr(config, field)})
                 assert shared_bytes(larger, PROBLEM) >= shared_bytes(config, PROBLEM)
     assert shared_bytes(GEMM, replace(PROBLEM, compute="w8a16")) > shared_bytes(GEMM, PROBLEM)
+
+
+def test_a_decode_tile_must_hold_all_tokens() -> None:
+    problem = Problem(32, 4096, 4096, 64)
+    small = replace(make_plan(problem).decode, block_m=16)
+    assert refusal(small, problem) == "block_m=16 is less than the 32 tokens that its one tile must hold"
+    assert refusal(small, replace(problem, m=16)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"ahead": 48}, "ahead=48 is not a multiple of 32"),
+        ({"ahead": 8192}, "within 4096 inputs"),
+        ({"part": 96}, "part=96 is not a power of two"),
+        ({"part": 64}, "of at least 128"),
+        ({"block_k": 32}, "less than the 64 inputs that w8a16 permutes"),
+    ],
+    ids=str,
+)
+def test_decode_tiles_that_the_kernel_cannot_take(change: dict, reason: str) -> None:
+    problem = Problem(16, 4096, 4096, 64, compute="w8a16")
+    tiles = make_plan(problem).decode
+    assert refusal(tiles, problem) is None and reason in (refusal(replace(tiles, **change), problem) or "")

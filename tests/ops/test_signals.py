@@ -2,8 +2,10 @@
 
 import itertools
 import logging
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -28,13 +30,18 @@ class Streams:
         self.cuda = SimpleNamespace(
             is_current_stream_capturing=lambda: self.capturing,
             current_stream=lambda device: SimpleNamespace(cuda_stream=self.stream, synchronize=self.wait),
+            stream=lambda stream: nullcontext(),
         )
+        self.makers, self.full = [], False
 
     def wait(self) -> None:
         assert not self.capturing, "a capture cannot be synchronized"
         self.synchronized += 1
 
     def zeros(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.full:
+            raise torch.OutOfMemoryError("no memory left")
+        self.makers.append(threading.get_ident())
         self.made.append(torch.zeros(size, dtype=dtype))
         return self.made[-1]
 
@@ -78,6 +85,30 @@ def test_calls_on_one_stream_share_counters_and_others_do_not(streams: Streams) 
     assert apart([first, second, third])
     streams.stream = 7
     assert signals.take_signal(GPU, 10) is first
+
+
+def test_counters_do_not_come_from_a_pool_that_the_caller_has_set(streams: Streams) -> None:
+    """Such a pool holds for its thread alone, and its owner may reuse what lies in it."""
+    signals.take_signal(GPU, 10)
+    assert streams.makers and threading.get_ident() not in streams.makers
+
+
+def test_a_call_without_memory_leaves_the_stream_usable(streams: Streams) -> None:
+    streams.full = True
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            signals.take_signal(GPU, 10)
+    streams.full = False
+    assert not signals.take_signal(GPU, 10).any() and not capture(streams, 10).any()
+    assert signals._kept == []
+
+
+def test_a_streams_handle_may_mean_another_stream_in_each_thread(streams: Streams) -> None:
+    streams.stream = signals._PER_THREAD
+    mine = signals.take_signal(GPU, 10)
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(signals.take_signal, GPU, 10).result()
+    assert mine is signals.take_signal(GPU, 10) and theirs is not mine
 
 
 def test_a_larger_call_gets_more_and_keeps_it(streams: Streams) -> None:

@@ -89,7 +89,7 @@ def _vendor_gemm(call: Call, x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _aligned(*tensors: Tensor | None) -> bool:
-    """Say whether rows start at multiples of 16 bytes, as the vendor's GEMM asks."""
+    """Say whether rows start at multiples of 16 bytes, as the vendor's GEMM and reads of whole words ask."""
     return all(t is None or not (t.data_ptr() % 16 or (t.dim() == 2 and t.stride(0) % 16)) for t in tensors)
 
 

@@ -158,12 +158,13 @@ def shared_bytes(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> i
         return max(stage * config.num_stages + widened, epilogue, config.block_n * config.block_m * full)
     if isinstance(config, Decode):
         stage = config.block_n * config.block_k + config.block_m * config.block_k * x
+        widened = _widened(problem) * config.block_n * config.block_k
         if problem.layout == "block":
             stage += (config.block_n + config.block_m) * 4
         rank = _rank_block(problem, DECODE_MAX_RANK) * full
         shrink = (config.block_m + config.shrink_r) * config.shrink_k * full * config.shrink_stages
         late = rank * (config.block_n * config.b_stages + config.block_m)
-        return max(stage * config.num_stages + rank * (config.block_n + config.block_m), shrink, late)
+        return max(stage * config.num_stages + widened + rank * (config.block_n + config.block_m), shrink, late)
     if isinstance(config, Shrink):
         return (config.block_m + config.block_r) * config.block_k * full * config.num_stages
     tiles = (config.block_r + config.block_m) * config.block_n * full * config.num_stages
@@ -196,6 +197,14 @@ def refusal(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> str | 
         missing = _decode_refusal(problem)
         if missing:
             return missing
+        if config.block_m < problem.m:
+            return f"block_m={config.block_m} is less than the {problem.m} tokens that its one tile must hold"
+        if config.ahead % 32 or config.ahead > problem.k:
+            return f"ahead={config.ahead} is not a multiple of 32 within {problem.k} inputs"
+        if config.part < BLOCK or config.part & (config.part - 1):
+            return f"part={config.part} is not a power of two of at least {BLOCK}"
+        if problem.compute == "w8a16" and config.block_k < 64:
+            return f"block_k={config.block_k} is less than the 64 inputs that w8a16 permutes"
     if isinstance(config, Gemm | Decode) and problem.layout == "block" and config.block_k != BLOCK:
         return f"block_k={config.block_k} must be {BLOCK} under 128x128 scales"
     if isinstance(config, Gemm | Expand) and config.block_r > 128:
@@ -317,6 +326,11 @@ def _expand(p: Problem) -> Expand:
     return Expand(block_m, block_n, _rank_block(p, 64), _power_of_two(tiles // (2 * MULTIPROCESSORS), 8), 4, 3)
 
 
+def _widened(p: Problem) -> int:
+    """Count the bytes of shared memory a widened code takes in the decode kernel: none but on sm_120."""
+    return _size(p.dtype) if p.compute == "w8a16" and p.capability[0] == 12 else 0
+
+
 def _decode(p: Problem) -> Decode:
     block_m = 16 if p.m <= 16 else 32
     programs, adapters, long = -(-p.n // 64), min(p.groups - 1, p.m), p.k > 8192
@@ -326,11 +340,12 @@ def _decode(p: Problem) -> Decode:
         blocks = 2 if programs <= 80 else 3
     else:
         blocks = (1 if long or programs <= 32 else 2) if one_wave else 3
-    narrow = p.layout == "block" or blocks == 3 or (p.compute == "w8a16" and p.k % (2 * BLOCK) != 0)
+    w8a16 = p.compute == "w8a16"
+    narrow = p.layout == "block" or blocks == 3 or (w8a16 and (p.k % (2 * BLOCK) != 0 or not _roomy(p)))
     block_k = BLOCK if narrow else 2 * BLOCK
-    stage = (64 + block_m * (1 if p.compute == "w8a8" else _size(p.dtype))) * block_k
-    epilogue = (2 << 10) if adapters > 1 else (12 << 10)
-    stages = max(2, min(10 if programs <= 32 else 8, (SHARED_BYTES.get(p.capability, 0) // blocks - epilogue) // stage))
+    stage = (64 + block_m * (_size(p.dtype) if w8a16 else 1)) * block_k
+    rest = ((2 << 10) if adapters > 1 else (12 << 10)) + _widened(p) * 64 * block_k
+    stages = max(2, min(10 if programs <= 32 else 8, (SHARED_BYTES.get(p.capability, 0) // blocks - rest) // stage))
     split = 8 if one_wave else 4
     if adapters > 1:
         split = max(2, _power_of_two(160 // (adapters * p.slices * -(-max(p.rank, 1) // 64)), 8))

@@ -133,14 +133,14 @@ def shrink_tile(
     A tile beyond the active groups is announced as it is, so that a frozen grid expects one number of tiles.
     """
     g, ids, _, active = groups_of(ids_ptr, counts_ptr, num_groups, num_slots, GROUPS)
-    place = tl.cumsum(active.to(tl.int32), 0)
+    turn = tl.cumsum(active.to(tl.int32), 0)
     split = pid % SPLIT
     tile = pid // SPLIT
     slice_index = (tile // RANK_TILES) % len(a_ptrs)
     number = tile // (RANK_TILES * len(a_ptrs))
     last = split == 0
-    if number < tl.max(place, 0):
-        group = tl.sum(tl.where(active & (place == number + 1), g, 0), 0)
+    if number < tl.max(turn, 0):
+        group = tl.sum(tl.where(active & (turn == number + 1), g, 0), 0)
         slot = tl.sum(tl.where(g == group, ids, 0), 0)
         rows, valid = tile_rows(group, 0, sorted_ptr, counts_ptr, starts_ptr, M, BM)
         rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
@@ -324,7 +324,9 @@ def decode_kernel(
             if k0 == early:
                 if PDL:
                     gdc_launch_dependents()
-                slot = tl.max(tl.where(active, ids, 0), 0)
+                # as the shrink, the first: counts of a larger batch may name groups whose rows are not here
+                first = tl.min(tl.where(active, g, GROUPS), 0)
+                slot = tl.sum(tl.where(g == first, ids, 0), 0)
                 b = load_b(slot, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn)
                 wait_for(signal_ptr + _TILES, shrink_tiles)
                 leave(signal_ptr, linear_programs)
@@ -336,12 +338,16 @@ def decode_kernel(
     if LAYOUT != 2:
         acc *= w_scale[:, None]
     if LORA:
-        # each row's place in adapter order, then its group's place among those that are active; -1 is the bare base
+        # each row's place in adapter order, then its group's turn among those that are active; -1 is the bare base
         row = tl.where(rows < tl.sum(counts, 0), row, -1)
         position = tl.max(tl.where(row[:, None] == rows[None, :], rows[:, None], -1), 0)
-        place = tl.cumsum(active.to(tl.int32), 0)
-        inside = (position[:, None] >= starts[None, :]) & (position[:, None] < (starts + counts)[None, :])
-        order = tl.max(tl.where(inside & active[None, :], place[None, :], 0), 1) - 1
+        turn = tl.cumsum(active.to(tl.int32), 0)
+        inside = (
+            (position[:, None] >= 0)
+            & (position[:, None] >= starts[None, :])
+            & (position[:, None] < (starts + counts)[None, :])
+        )
+        order = tl.max(tl.where(inside & active[None, :], turn[None, :], 0), 1) - 1
         lora = tl.zeros([BN, BM], tl.float32)
         if MANY:
             wait_for(signal_ptr + _TILES, shrink_tiles)
@@ -349,9 +355,9 @@ def decode_kernel(
             h = tl.load(h_ptrs, mask=h_mask, other=0.0)
             # the slots in that order, at most one a row: found in registers, where one read from memory inside the loop
             # would halve how far ahead B's loads are issued, and in few enough of them for one warp to search
-            nth = active[None, :] & (place[None, :] == rows[:, None] + 1)
+            nth = active[None, :] & (turn[None, :] == rows[:, None] + 1)
             slots = tl.sum(tl.where(nth, ids[None, :], 0), 1)
-            for i in tl.range(0, tl.max(place, 0), num_stages=B_STAGES):
+            for i in tl.range(0, tl.max(turn, 0), num_stages=B_STAGES):
                 slot = tl.sum(tl.where(rows == i, slots, 0), 0)
                 b = load_b(slot, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn)
                 lora = update(
@@ -412,7 +418,7 @@ def decode(
     (m, k), n = x.shape, weight.shape[0]
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     lora = bool(a)
-    a, b, b_bias = (a, b, b_bias or []) if a and b else ([], [], [])
+    a, b, b_bias = a or [], b if a and b else [], b_bias if a and b_bias else []
     rank, scaling = (rank, scaling) if lora else (None, None)
     slices = max(len(a), 1)
     slots, r = (a[0].shape[0], a[0].shape[1]) if lora else (0, 1)

@@ -49,7 +49,7 @@ def step(
         acc += tl.dot(w, x, input_precision="ieee") * scale
     else:
         acc = tl.dot(w, x, acc, input_precision="ieee")
-    if not W8A8:
+    if not W8A8 and x.dtype != tl.float32:
         acc = settle(acc)
     return acc
 

@@ -1,6 +1,7 @@
 """Counters by which the programs of a decode kernel wait for each other: zero before a call, and zero after it."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -9,10 +10,11 @@ HEADER = 3
 """Integers of a signal that every call has; one more for each tile of h."""
 
 _ALIGNED = 32  # integers: calls in flight at once do not share a cache line
-_POOL = 1 << 18  # integers of a pool: 1 MiB, some 4,000 captured calls
+_POOL = 1 << 18  # integers of a pool: 1 MiB, 8,192 captured calls with one adapter, some 2,000 with 32
+_PER_THREAD = 2  # the handle of cudaStreamPerThread
 
 _lock = threading.Lock()
-_of_streams: dict[tuple[torch.device, int], Tensor] = {}
+_of_streams: dict[tuple[torch.device, int, int], Tensor] = {}
 _pools: dict[torch.device, tuple[Tensor, int]] = {}
 _kept: list[Tensor] = []
 
@@ -40,23 +42,38 @@ def take_signal(device: torch.device, size: int) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         return _captured(device, size)
     stream = torch.cuda.current_stream(device).cuda_stream
-    signal = _of_streams.get((device, stream))
+    # one handle names another stream in each thread
+    key = device, stream, threading.get_ident() if stream == _PER_THREAD else 0
+    signal = _of_streams.get(key)
     if signal is None or signal.shape[0] < size or _pools[device][1] > _POOL // 2:
         with _lock:
-            signal = torch.zeros(max(size, 1024), dtype=torch.int32, device=device)
-            _of_streams[device, stream] = signal
             _refill(device)
+            signal = _zeros(max(size, 1024), device)
+            _of_streams[key] = signal
     return signal
+
+
+def _zeros(size: int, device: torch.device) -> Tensor:
+    """Zeroed counters of the ordinary allocator: a memory pool that the caller has set holds for its thread alone."""
+    stream = torch.cuda.current_stream(device)
+
+    def make() -> Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(make).result()
 
 
 def _refill(device: torch.device) -> None:
     """Keep a pool for captures that is at least half free: memory cannot be zeroed just once during a capture."""
     pool, used = _pools.get(device, (None, _POOL))
     if used > _POOL // 2:
+        fresh = _zeros(_POOL, device)
+        torch.cuda.current_stream(device).synchronize()  # a graph on any stream must find it zeroed
         if pool is not None:
             _kept.append(pool)  # graphs hold parts of it
-        _pools[device] = (torch.zeros(_POOL, dtype=torch.int32, device=device), 0)
-        torch.cuda.current_stream(device).synchronize()  # a graph on any stream must find it zeroed
+        _pools[device] = (fresh, 0)
 
 
 def _captured(device: torch.device, size: int) -> Tensor:

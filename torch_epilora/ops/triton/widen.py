@@ -20,14 +20,14 @@ def place(k):
 
 @triton.jit
 def half_scale(amax):
-    """Return a power of two and its reciprocal, which brings a row's largest magnitude into [2^14, 2^15).
+    """Return a power of two and its reciprocal, which brings a row's largest magnitude into [2^15, 2^16).
 
-    As fp16 it then keeps bf16 values down to 2^-31 of the largest exactly. Both are finite, so infinities and NaN stay
-    what they are.
+    As fp16, whose largest value is 65504, it then keeps every fp16 row exactly, and of a bf16 row what is not below
+    2^-32 of its largest. Both are finite, so infinities and NaN stay what they are.
     """
     exponent = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 32), 254)
-    scale = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    return scale, ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale = ((exponent - 15) << 23).to(tl.float32, bitcast=True)
+    return scale, ((269 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
