@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.cases import make_case
 from tests.pairwise import pairwise
+from torch_epilora.ops import dispatch
+from torch_epilora.ops.checks import Call
 from torch_epilora.ops.plan import (
     DECODE_MAX_TOKENS,
     SHARED_BYTES,
@@ -291,3 +294,12 @@ def test_decode_tiles_that_the_kernel_cannot_take(change: dict, reason: str) -> 
     problem = Problem(16, 4096, 4096, 64, compute="w8a16")
     tiles = make_plan(problem).decode
     assert refusal(tiles, problem) is None and reason in (refusal(replace(tiles, **change), problem) or "")
+
+
+def test_a_batch_without_adapters_is_planned_as_the_bare_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_capability", lambda device: (9, 0))
+    idle = make_case(4, 512, [64], 8, 3, popularity="none")
+    bare = replace(idle, a=[], b=[], rank=None, scaling=None)
+    assert dispatch._problem(Call(*idle.args())) == dispatch._problem(Call(*bare.args()))
+    some = make_case(4, 512, [64], 8, 3, popularity="one")
+    assert dispatch._problem(Call(*some.args())).groups == 4

@@ -30,8 +30,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _problem(call: Call) -> Problem:
     (m, k), n = call.x.shape, call.weight.shape[0]
-    rank, slices = (call.a[0].shape[1], len(call.a)) if call.a else (0, 1)
-    groups = call.ids.shape[0] if call.a else 1
+    # a batch of which no row has an adapter is planned as the bare layer
+    lora = call.has_adapters
+    rank, slices = (call.a[0].shape[1], len(call.a)) if lora else (0, 1)
+    groups = call.ids.shape[0] if lora else 1
     return Problem(m, n, k, rank, slices, groups, call.layout, call.compute, call.x.dtype, _capability(call.x.device))
 
 
