@@ -8,14 +8,13 @@ same kernel without adapters, is the window in which it can hide. Variants as in
 """
 
 import argparse
-import sys
 import time
 
 import torch
 
 from benchmarks import layer
 from benchmarks.models import MODELS
-from benchmarks.overhead import add_options, checked_options, compile_all, measure, wrong
+from benchmarks.overhead import add_options, checked_options, compile_all, conclude, measure, wrong
 from benchmarks.timing import environment
 
 VARIANTS = ("codes", "h_given", "gemm", "shrink")
@@ -59,9 +58,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         if options.out:  # after every row, so that a run cut short keeps what it has
             layer.write(options.out, sources, rows)
-    print(f"in {time.perf_counter() - started:.0f} s")
-    if failed:
-        sys.exit("a variant's output was wrong, so it was not timed: see above")
+    conclude(started, failed)
 
 
 if __name__ == "__main__":

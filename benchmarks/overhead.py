@@ -252,6 +252,13 @@ def wrong(where: str, left_out: dict[str, str]) -> bool:
     return any(reason.startswith("wrong") for reason in left_out.values())
 
 
+def conclude(started: float, failed: bool) -> None:
+    """Print how long it took; leave with an error if a variant was wrong."""
+    print(f"in {time.perf_counter() - started:.0f} s")
+    if failed:
+        sys.exit("a variant's output was wrong, so it was not timed: see above")
+
+
 def main() -> None:
     options = parse()
     sources, started = environment(), time.perf_counter()
@@ -272,9 +279,7 @@ def main() -> None:
                 failed |= any([wrong(name, part["left_out"]) for name, part in row["projections"].items()])
                 if options.out:  # after every row, so that a run cut short keeps what it has
                     layer.write(options.out, sources, rows)
-    print(f"in {time.perf_counter() - started:.0f} s")
-    if failed:
-        sys.exit("a variant's output was wrong, so it was not timed: see above")
+    conclude(started, failed)
 
 
 if __name__ == "__main__":

@@ -29,20 +29,23 @@ SHAPES = {
     "odd.1280": (1280, [3420]),
     "odd.eight": (576, [576, 192, 192, 64, 16, 8, 5, 11]),
 }
+KINDS = {
+    "popularity": ["uniform", "skewed", "distinct", "one", "none"],
+    "layout": ["tensor", "channel", "block"],
+    "compute": ["w8a8", "w8a16"],
+    "dtype": [torch.bfloat16, torch.float16],
+    "codes": ["made", "given", "static"],
+    "bias": [False, True],
+    "b_bias": [False, True],
+    "mixed_ranks": [False, True],
+}
 CASES = pairwise(
     {
         "m": [0, 1, 2, 3, 4, 7, 8, 16, 17, 24, 32, 33, 64, 77, 100, 256, 1000, 2048],
         "shape": list(SHAPES),
         "r": [1, 3, 4, 8, 9, 16, 17, 32, 64, 96, 128, 256, 320, 512],
         "slots": [1, 2, 8, 32, 64],
-        "popularity": ["uniform", "skewed", "distinct", "one", "none"],
-        "layout": ["tensor", "channel", "block"],
-        "compute": ["w8a8", "w8a16"],
-        "dtype": [torch.bfloat16, torch.float16],
-        "codes": ["made", "given", "static"],
-        "bias": [False, True],
-        "b_bias": [False, True],
-        "mixed_ranks": [False, True],
+        **KINDS,
         "path": ["lora_linear", "lora_linear_fused", "lora_linear_hybrid"],
     }
 )
@@ -52,14 +55,7 @@ DECODE_CASES = pairwise(
         "shape": ["qwen3-0.6b.qkv", "qwen3-8b.o", "qwen3-8b.gate_up", "qwen3-8b.down", "odd.1280", "odd.eight"],
         "r": [1, 8, 9, 16, 17, 64, 96, 128],
         "slots": [1, 2, 8, 32, 64, 127],
-        "popularity": ["uniform", "skewed", "distinct", "one", "none"],
-        "layout": ["tensor", "channel", "block"],
-        "compute": ["w8a8", "w8a16"],
-        "dtype": [torch.bfloat16, torch.float16],
-        "codes": ["made", "given", "static"],
-        "bias": [False, True],
-        "b_bias": [False, True],
-        "mixed_ranks": [False, True],
+        **KINDS,
         "path": ["lora_linear_decode"],
     }
 )

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_epilora.cli.machine import Gpu, driver_version, gpus, versions, why_no_gpu
-from torch_epilora.cli.probes import DISABLE_PDL, Probe, disabled_by, probe_fp8, probe_pdl, probe_scaled_mm
+from torch_epilora.cli.probes import Probe, probe_fp8, probe_pdl, probe_scaled_mm
 from torch_epilora.ops.plan import SHARED_BYTES
+from torch_epilora.ops.switches import DISABLE_PDL, disabled_by
 
 __all__ = ["ARCHES", "run_doctor"]
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch_epilora.ops.switches import DISABLE_PDL, disabled_by
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Probe", "disabled_by", "probe_fp8", "probe_pdl", "probe_scaled_mm"]
+__all__ = ["Probe", "probe_fp8", "probe_pdl", "probe_scaled_mm"]
 
-DISABLE_PDL = "EPILORA_DISABLE_PDL"
 INTERPRET = "TRITON_INTERPRET"
 SIZE = 64
 BLOCKS = 256
@@ -41,12 +41,6 @@ class Probe:
     name: str
     ok: bool | None
     detail: str
-
-
-def disabled_by(variable: str) -> str | None:
-    """Return ``NAME=value`` where the environment switches a feature off, else None; empty and "0" do not."""
-    value = os.environ.get(variable, "")
-    return f"{variable}={value}" if value not in ("", "0") else None
 
 
 def probe_fp8(arch: int, *, device: str | None = None) -> Probe:

@@ -304,6 +304,11 @@ def check_call(call: Call) -> None:
     check_groups(x, call.sorted_tokens, call.ids, call.counts, call.starts)
 
 
+def aligned(*tensors: Tensor | None) -> bool:
+    """Say whether rows start at multiples of 16 bytes, as the vendor's GEMM and reads of whole words ask."""
+    return all(t is None or not (t.data_ptr() % 16 or (t.dim() == 2 and t.stride(0) % 16)) for t in tensors)
+
+
 def check_static(x: Tensor, scale: Tensor) -> None:
     """Raise unless x is a matrix and ``scale`` one fp32 element on its device."""
     check_matrix("x", x)

@@ -90,14 +90,9 @@ def _vendor_gemm(call: Call, x: Tensor, scale: Tensor) -> Tensor:
     return y[:m]
 
 
-def _aligned(*tensors: Tensor | None) -> bool:
-    """Say whether rows start at multiples of 16 bytes, as the vendor's GEMM and reads of whole words ask."""
-    return all(t is None or not (t.data_ptr() % 16 or (t.dim() == 2 and t.stride(0) % 16)) for t in tensors)
-
-
 def _base(call: Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
     """Multiply by the base weight with the plan's GEMM."""
-    if plan.base == "vendor" and scale is not None and _aligned(x, call.weight, call.bias):
+    if plan.base == "vendor" and scale is not None and checks.aligned(x, call.weight, call.bias):
         return _vendor_gemm(call, x, scale)
     return _own_gemm(call, plan, x, scale)
 
@@ -126,7 +121,7 @@ def _decode(call: Call, plan: Plan) -> Tensor:
     from torch_epilora.ops.triton.quantize import HALF
 
     lora, quantize = call.has_adapters, _quantizer(call)
-    if call.compute == "w8a16" and call.x.shape[1] % plan.decode.block_k == 0 and _aligned(call.weight):
+    if call.compute == "w8a16" and call.x.shape[1] % plan.decode.block_k == 0 and checks.aligned(call.weight):
         quantize = HALF
     return decode(
         call.x, call.x_codes, call.x_scale, call.weight, call.weight_scale, call.bias, call.layout, plan.decode,

@@ -54,6 +54,15 @@ def pick(values, index):
 
 
 @triton.jit
+def sum_of(values):
+    """Sum of a tuple of integers."""
+    summed = 0
+    for i in tl.static_range(len(values)):
+        summed += values[i]
+    return summed
+
+
+@triton.jit
 def column_tile(tile, widths, BN: tl.constexpr):
     """(slice, its first column in the concatenated output, the tile's first column in the slice, the slice's width)."""
     index = 0

@@ -14,12 +14,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torch_epilora.ops.checks import BLOCK, Groups
+from torch_epilora.ops.checks import BLOCK, Groups, aligned
 from torch_epilora.ops.plan import Decode
 from torch_epilora.ops.triton import quantize as q
-from torch_epilora.ops.triton.common import column_tile, on_device, pick, slot_rank, slot_scaling, tile_rows
+from torch_epilora.ops.triton.common import (
+    column_tile,
+    on_device,
+    pick,
+    slot_rank,
+    slot_scaling,
+    sum_of,
+    tile_rows,
+)
 from torch_epilora.ops.triton.linear import LAYOUTS, step
-from torch_epilora.ops.triton.shrink import stride_or_zero
+from torch_epilora.ops.triton.shrink import shrink_sum, stride_or_zero
 from torch_epilora.ops.triton.signals import HEADER, take_signal
 from torch_epilora.ops.triton.widen import half_scale, place
 
@@ -146,20 +154,10 @@ def shrink_tile(
         rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
         r = (tile % RANK_TILES) * BR + tl.arange(0, BR)
         a_ptr = pick(a_ptrs, slice_index) + slot.to(tl.int64) * stride_al
-        k = tl.arange(0, BS)
         span = tl.cdiv(tl.cdiv(K, BS), SPLIT) * BS
         begin = split * span
-        acc = tl.zeros([BM, BR], tl.float32)
-        for k0 in tl.range(begin, tl.minimum(begin + span, K), BS, num_stages=STAGES):
-            x = tl.load(
-                x_ptr + rows[:, None] * stride_xm + (k0 + k)[None, :],
-                mask=valid[:, None] & (k0 + k < K)[None, :], other=0.0,
-            )  # fmt: skip
-            a = tl.load(
-                a_ptr + r[None, :].to(tl.int64) * stride_ar + (k0 + k)[:, None],
-                mask=(r < rank)[None, :] & (k0 + k < K)[:, None], other=0.0,
-            )  # fmt: skip
-            acc = tl.dot(x, a, acc, input_precision="ieee")
+        end = tl.minimum(begin + span, K)
+        acc = shrink_sum(x_ptr, a_ptr, rows, valid, r, rank, begin, end, K, stride_xm, stride_ar, BM, BR, BS, STAGES)
         offs = (rows[:, None] * len(a_ptrs) + slice_index) * R + r[None, :]
         keep = valid[:, None] & (r < R)[None, :]
         last = True
@@ -372,10 +370,7 @@ def decode_kernel(
         acc = tl.where((order >= 0)[None, :], acc + lora, acc)
     if HAS_BIAS:
         acc += bias.to(tl.float32)[:, None]
-    stride_ym = 0
-    for i in tl.static_range(len(widths)):
-        stride_ym += widths[i]
-    y_ptrs = y_ptr + rows64[None, :] * stride_ym + n[:, None]
+    y_ptrs = y_ptr + rows64[None, :] * sum_of(widths) + n[:, None]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=valid[None, :] & n_valid[:, None])
 
 
@@ -440,13 +435,11 @@ def decode(
     per_row = x_scale is not None and quantize != q.STATIC and x_scale.shape[0] == m
     if quantize >= 0:
         rows = m * linear_programs if own_codes else m
-        operand = torch.empty((rows, k), dtype=torch.float16 if half else torch.float8_e4m3fn, device=x.device)
-        if quantize != q.STATIC:
-            groups_k = triton.cdiv(k, BLOCK) if quantize == q.GROUP else 1
-            x_scale, per_row = torch.empty((rows, groups_k), dtype=torch.float32, device=x.device), True
+        operand, made = q.empty_codes(rows, k, quantize, x.device)
+        if made is not None:
+            x_scale, per_row = made, True
     quantize_programs = m * triton.cdiv(k, config.part) if quantize >= 0 and not own_codes else 0
-    chunk = min(triton.next_power_of_2(k), 4096)
-    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 16 == 0
+    chunk = q.row_block(k)
     with on_device(x):
         signal = take_signal(x.device, HEADER + tiles) if lora or quantize_programs else y
         decode_kernel[(quantize_programs + tiles * config.split_k + linear_programs,)](
@@ -465,7 +458,7 @@ def decode(
             SPLIT=config.split_k if tiles else 1, SHRINK_R=shrink_r, SHRINK_K=config.shrink_k,
             SHRINK_STAGES=config.shrink_stages, BM=config.block_m, BN=config.block_n, BK=config.block_k,
             BR=max(triton.next_power_of_2(r), 16), STAGES=config.num_stages, B_STAGES=config.b_stages,
-            AHEAD=config.ahead if aligned else 0, EARLY=config.early, PDL=pdl, num_warps=config.num_warps,
+            AHEAD=config.ahead if aligned(weight) else 0, EARLY=config.early, PDL=pdl, num_warps=config.num_warps,
             # as in K2: rows without adapter must round as the bare base does
             enable_fp_fusion=layout == "block",
             **({"launch_pdl": True} if pdl else {}),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_epilora.ops.checks import BLOCK, Groups
 from torch_epilora.ops.plan import Gemm
-from torch_epilora.ops.triton.common import column_tile, on_device, pick, slot_rank, slot_scaling
+from torch_epilora.ops.triton.common import column_tile, on_device, pick, slot_rank, slot_scaling, sum_of
 from torch_epilora.ops.triton.expand import load_h
 from torch_epilora.ops.triton.shrink import stride_or_zero
 from torch_epilora.ops.triton.widen import operand_of_words, settle
@@ -142,10 +142,7 @@ def linear_kernel(
                 acc = tl.where(member[None, :], total, acc)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n_valid, other=0.0).to(tl.float32)[:, None]
-    stride_ym = 0
-    for i in tl.static_range(len(widths)):
-        stride_ym += widths[i]
-    y_ptrs = y_ptr + rows[None, :] * stride_ym + n[:, None]
+    y_ptrs = y_ptr + rows[None, :] * sum_of(widths) + n[:, None]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=valid[None, :] & n_valid[:, None])
 
 

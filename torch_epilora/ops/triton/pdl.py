@@ -1,13 +1,13 @@
 """Whether kernels may be launched as programmatic dependents of the kernel before them."""
 
 import logging
-import os
 from functools import lru_cache
 
 import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from torch_epilora.ops.switches import DISABLE_PDL, disabled_by
 from torch_epilora.ops.triton.common import on_device
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def pdl_works(device: torch.device) -> bool:
     cannot compile one (it could not on some architectures: vllm-project/vllm#30872). Results are the same bits either
     way.
     """
-    if os.environ.get("EPILORA_DISABLE_PDL", "") not in ("", "0") or torch.cuda.get_device_capability(device) < (9, 0):
+    if disabled_by(DISABLE_PDL) or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     try:
         with on_device(torch.empty(0, device=device)):

@@ -93,18 +93,27 @@ def row_block(k: int) -> int:
     return min(max(triton.next_power_of_2(k), BLOCK), 4096)
 
 
+def empty_codes(rows: int, k: int, mode: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Room for what a mode makes of rows of K: its codes (HALF: fp16), and its scales but for STATIC."""
+    codes = torch.empty((rows, k), dtype=torch.float16 if mode == HALF else torch.float8_e4m3fn, device=device)
+    if mode == STATIC:
+        return codes, None
+    groups = -(-k // BLOCK) if mode == GROUP else 1
+    return codes, torch.empty((rows, groups), dtype=torch.float32, device=device)
+
+
 def quantize(x: Tensor, mode: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Launch the quantizer over x [M, K]; ``scale`` is read in STATIC mode and made otherwise."""
     m, k = x.shape
-    codes = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
-    if scale is None:
-        scale = torch.empty((m, -(-k // BLOCK) if mode == GROUP else 1), dtype=torch.float32, device=x.device)
+    codes, made = empty_codes(m, k, mode, x.device)
+    if made is not None:
+        scale = made
     if m and k:
-        stride = 0 if mode == STATIC else scale.stride(0)
+        stride = 0 if made is None else made.stride(0)
         with on_device(x):
             quantize_kernel[(m,)](
                 x, codes, scale, k, x.stride(0), stride, MODE=mode, BK=row_block(k), num_warps=4 if k <= 2048 else 8
             )
-    elif m and mode == TOKEN:
-        scale.fill_(MIN_SCALE)
-    return codes, scale
+    elif m and made is not None and mode == TOKEN:
+        made.fill_(MIN_SCALE)
+    return codes, scale  # type: ignore[return-value]  # STATIC has one given

@@ -7,10 +7,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_epilora.ops.checks import BLOCK, Groups
+from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Shrink
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.common import on_device, pick, row_tile, slot_rank, slot_scaling, tile_rows
+
+
+@triton.jit
+def shrink_sum(
+    x_ptr, a_ptr, rows, valid, r, rank, begin, end, K, stride_xm, stride_ar,
+    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """acc[m, r] = sum of x[m, k] a[r, k] over the inputs from ``begin`` to ``end``; columns past the rank are zeros."""
+    k = tl.arange(0, BK)
+    acc = tl.zeros([BM, BR], tl.float32)
+    for k0 in tl.range(begin, end, BK, num_stages=STAGES):
+        x = tl.load(
+            x_ptr + rows[:, None] * stride_xm + (k0 + k)[None, :],
+            mask=valid[:, None] & (k0 + k < K)[None, :],
+            other=0.0,
+        )
+        a = tl.load(
+            a_ptr + r[None, :].to(tl.int64) * stride_ar + (k0 + k)[:, None],
+            mask=(r < rank)[None, :] & ((k0 + k) < K)[:, None],
+            other=0.0,
+        )
+        acc = tl.dot(x, a, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=["M", "num_groups", "num_slots", "quantize_rows"])
@@ -46,25 +69,12 @@ def shrink_kernel(
     rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
     r = r0 + tl.arange(0, BR)
     a_ptr = pick(a_ptrs, slice_index) + slot.to(tl.int64) * stride_al
-    k = tl.arange(0, BK)
     span = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
     begin = split * span
     end = tl.minimum(begin + span, K)
     if r0 >= rank:  # nothing but zeros here: skip the reads of x
         end = begin
-    acc = tl.zeros([BM, BR], tl.float32)
-    for k0 in tl.range(begin, end, BK, num_stages=STAGES):
-        x = tl.load(
-            x_ptr + rows[:, None] * stride_xm + (k0 + k)[None, :],
-            mask=valid[:, None] & (k0 + k < K)[None, :],
-            other=0.0,
-        )
-        a = tl.load(
-            a_ptr + r[None, :].to(tl.int64) * stride_ar + (k0 + k)[:, None],
-            mask=(r < rank)[None, :] & ((k0 + k) < K)[:, None],
-            other=0.0,
-        )
-        acc = tl.dot(x, a, acc, input_precision="ieee")
+    acc = shrink_sum(x_ptr, a_ptr, rows, valid, r, rank, begin, end, K, stride_xm, stride_ar, BM, BR, BK, STAGES)
     offs = (rows[:, None] * len(a_ptrs) + slice_index) * R + r[None, :]
     keep = valid[:, None] & (r < R)[None, :]
     if SPLIT == 1:
@@ -146,12 +156,9 @@ def shrink_planes(
     codes = x
     stride_sm = 0
     if quantize >= 0:
-        codes = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
-        if quantize != q.STATIC:
-            x_scale = torch.empty(
-                (m, -(-k // BLOCK) if quantize == q.GROUP else 1), dtype=torch.float32, device=x.device
-            )
-            stride_sm = x_scale.stride(0)
+        codes, made = q.empty_codes(m, k, quantize, x.device)
+        if made is not None:
+            x_scale, stride_sm = made, made.stride(0)
     rank_tiles, tiles = triton.cdiv(r, config.block_r), row_tiles(m, groups.ids.shape[0], config.block_m)
     quantize_rows = m if quantize >= 0 else 0
     with on_device(x):
