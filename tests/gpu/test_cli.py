@@ -48,7 +48,8 @@ def test_bench_times_every_path(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["device"] == torch.cuda.get_device_name()
-    for row in found["cases"]:
-        assert set(row["us"]) == {"torch", "fused", "hybrid", "dispatch"}
+    always = {"torch", "fused", "hybrid", "dispatch"}
+    for row, paths in zip(found["cases"], (always | {"decode"}, always), strict=True):
+        assert set(row["us"]) == paths
         assert all(0 < us < 1e5 for us in row["us"].values())
         assert min(row["sqnr"].values()) > bench.LEAST_SQNR

@@ -378,17 +378,17 @@ def test_a_replay_is_its_calls_kernels_and_nothing_else(tmp_path: Path) -> None:
     assert on_the_gpu(graph.replay, tmp_path / "graph.json") == ["decode_kernel"] * 4
 
 
-def test_inductors_own_graphs_leave_the_counters_alone() -> None:
-    """Its warm-up allocates in a graph's private pool, where counters must not lie."""
+def test_inductors_own_graphs_leave_the_flag_and_the_counters_alone() -> None:
+    """Its graphs would keep the first value of a flag read on the host; its warm-up allocates in a private pool."""
     case = make_case(4, 512, [256, 64], 16, 3, device="cuda", bias=False, poison=False)
+    *args, _, compute = case.args()[1:]
 
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        call = (x, *case.args()[1:])
-        return torch.ops.epilora.lora_linear(*call).float() * 2
+    def layer(x: torch.Tensor, no_adapter: torch.Tensor) -> torch.Tensor:
+        return torch.ops.epilora.lora_linear(x, *args, no_adapter, compute).float() * 2
 
     compiled = torch.compile(layer, mode="reduce-overhead")
-    for _ in range(5):
-        x = torch.randn_like(case.x)
-        got = compiled(x).clone()
-        assert torch.equal(got, layer(x))
+    for i in range(8):
+        x, flag = torch.randn_like(case.x), torch.tensor([i % 2 == 1])
+        got = compiled(x, flag).clone()
+        assert torch.equal(got, layer(x, flag))
         torch.full((1 << 20,), 7, dtype=torch.int32, device="cuda")

@@ -288,3 +288,9 @@ def test_no_file_is_long() -> None:
 def test_the_paths_take_the_same_arguments() -> None:
     schemas = {str(getattr(EPILORA, name).default._schema).partition("(")[2] for name in LINEAR_OPS}
     assert len(schemas) == 1
+
+
+def test_inductor_does_not_capture_what_reads_the_host():
+    for name in (*LINEAR_OPS, "lora_linear_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.epilora, name).default.tags
+    assert torch.Tag.cudagraph_unsafe not in torch.ops.epilora.shrink.default.tags

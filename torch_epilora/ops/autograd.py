@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_epilora.ops.checks import Call
 from torch_epilora.ops.reference import _members, _per_slot, dequantize_fp8
-from torch_epilora.ops.schemas import LINEAR_OPS, library
+from torch_epilora.ops.schemas import HOST_TAGS, LINEAR_OPS, library
 
 _CONSTANTS = {2: "x_scale", 4: "weight_scale", 10: "scaling"}
 
@@ -95,7 +95,7 @@ library.define(
     "lora_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor weight_scale, Tensor[] a, Tensor[] b, "
     "Tensor[] b_bias, Tensor? rank, Tensor? scaling, Tensor sorted_tokens, Tensor ids, Tensor counts, Tensor starts, "
     "Tensor no_adapter, bool trained) -> (Tensor, Tensor[], Tensor[], Tensor[])",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=HOST_TAGS,
 )
 library.impl("lora_linear_backward", lora_linear_backward, "CompositeExplicitAutograd")
 

@@ -29,8 +29,13 @@ SCHEMAS = {
     f"{_GROUPS}) -> ()",
     **{name: _LINEAR for name in LINEAR_OPS},
 }
+TAGS = (torch.Tag.pt2_compliant_tag,)
+HOST_TAGS = (*TAGS, torch.Tag.cudagraph_unsafe)
+"""Of operators that read no_adapter on the host: a graph that inductor captures by itself would keep its first value.
+Who captures a graph knows what it holds; inductor leaves these operators out of its graphs."""
+
 for _name, _schema in SCHEMAS.items():
-    library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.define(_name + _schema, tags=HOST_TAGS if _name in LINEAR_OPS else TAGS)
 
 
 def _codes_like(x: Tensor) -> Tensor:
