@@ -1,7 +1,8 @@
 """Repairs Triton's interpreter, so that kernels of bf16 and e4m3 compute what the GPU computes.
 
 As shipped it multiplies bf16 as raw bits in a dot (triton-lang/triton#11584), truncates fp32 to bf16, and loses the
-carry of fp32 to e4m3 (triton-lang/triton#11897). Here every conversion to or from those types goes through torch.
+carry of fp32 to e4m3 (triton-lang/triton#11897). Here every conversion to or from those types goes through torch. And
+its fused multiply-add rounds twice; here the product is exact.
 """
 
 import numpy as np
@@ -47,7 +48,12 @@ def repaired(monkeypatch: pytest.MonkeyPatch) -> None:
         product = np.matmul(widen(a).astype(np.float32), widen(b).astype(np.float32))
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
+    def fma(self, a, b, c):
+        total = a.data.astype(np.float64) * b.data + c.data
+        return interpreter.TensorHandle(total.astype(a.data.dtype), a.dtype.scalar)
+
     monkeypatch.setattr(builder, "cast_impl", cast)
+    monkeypatch.setattr(builder, "create_fma", fma)
     for name in (
         "create_fp_ext",
         "create_fp_trunc",

@@ -118,11 +118,11 @@ def _decode(call: Call, plan: Plan) -> Tensor:
     """One kernel quantizes, shrinks, multiplies and adds the up-projections (EpiLoRA section 3.1, the decode path)."""
     from torch_epilora.ops.triton.decode import decode
     from torch_epilora.ops.triton.pdl import pdl_works
-    from torch_epilora.ops.triton.quantize import HALF
+    from torch_epilora.ops.triton.quantize import TERMS
 
     lora, quantize = call.has_adapters, _quantizer(call)
-    if call.compute == "w8a16" and call.x.shape[1] % plan.decode.block_k == 0 and checks.aligned(call.weight):
-        quantize = HALF
+    if call.compute == "w8a16":
+        quantize = TERMS
     return decode(
         call.x, call.x_codes, call.x_scale, call.weight, call.weight_scale, call.bias, call.layout, plan.decode,
         quantize=quantize, pdl=pdl_works(call.x.device), a=call.a if lora else [], b=call.b,

@@ -107,8 +107,7 @@ class Expand:
 class Decode:
     """Tiles of the decode kernel: the GEMM's tokens, outputs and inputs a block, then those of its other two roles.
 
-    ``part`` columns of a row are quantized at once, by a block of their own, or by each block of the GEMM for itself if
-    there are at most ``own_codes`` tokens; a block of the shrink makes ``shrink_r`` ranks from its share
+    A block of the quantizer takes ``part`` columns of a row; one of the shrink makes ``shrink_r`` ranks from its share
     of the inputs, one of ``split_k``, ``shrink_k`` at a time. ``b_stages`` groups' B are in flight at once. ``ahead``
     bytes of each row of weights are asked for before the kernel before this one has ended, and B and h are read
     ``early`` steps before the main loop ends.
@@ -119,7 +118,6 @@ class Decode:
     block_k: int
     num_stages: int
     part: int
-    own_codes: int
     shrink_r: int
     shrink_k: int
     shrink_stages: int
@@ -157,14 +155,15 @@ def shared_bytes(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> i
         epilogue = (config.block_n + config.block_m) * config.block_r * full
         return max(stage * config.num_stages + widened, epilogue, config.block_n * config.block_m * full)
     if isinstance(config, Decode):
-        stage = config.block_n * config.block_k + config.block_m * config.block_k * x
-        widened = _widened(problem) * config.block_n * config.block_k
-        if problem.layout == "block":
-            stage += (config.block_n + config.block_m) * 4
+        stage = (config.block_n + config.block_m * _terms(problem)) * config.block_k
+        scales = (config.block_n + config.block_m) * 4 * (problem.layout == "block")
+        stage += scales
         rank = _rank_block(problem, DECODE_MAX_RANK) * full
         shrink = (config.block_m + config.shrink_r) * config.shrink_k * full * config.shrink_stages
-        late = rank * (config.block_n * config.b_stages + config.block_m)
-        return max(stage * config.num_stages + widened + rank * (config.block_n + config.block_m), shrink, late)
+        late = rank * (_together(problem) * config.block_n * config.b_stages + config.block_m)
+        early = stage * config.num_stages + rank * (config.block_n + config.block_m)
+        scratch = 2 << 10  # of reductions
+        return max(early, shrink, late + scales * config.num_stages + scratch)
     if isinstance(config, Shrink):
         return (config.block_m + config.block_r) * config.block_k * full * config.num_stages
     tiles = (config.block_r + config.block_m) * config.block_n * full * config.num_stages
@@ -203,8 +202,8 @@ def refusal(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> str | 
             return f"ahead={config.ahead} is not a multiple of 32 within {problem.k} inputs"
         if config.part < BLOCK or config.part & (config.part - 1):
             return f"part={config.part} is not a power of two of at least {BLOCK}"
-        if problem.compute == "w8a16" and config.block_k < 64:
-            return f"block_k={config.block_k} is less than the 64 inputs that w8a16 permutes"
+        if config.block_k < 32:
+            return f"block_k={config.block_k} is less than the 32 inputs of an FP8 MMA"
     if isinstance(config, Gemm | Decode) and problem.layout == "block" and config.block_k != BLOCK:
         return f"block_k={config.block_k} must be {BLOCK} under 128x128 scales"
     if isinstance(config, Gemm | Expand) and config.block_r > 128:
@@ -326,36 +325,44 @@ def _expand(p: Problem) -> Expand:
     return Expand(block_m, block_n, _rank_block(p, 64), _power_of_two(tiles // (2 * MULTIPROCESSORS), 8), 4, 3)
 
 
-def _widened(p: Problem) -> int:
-    """Count the bytes of shared memory a widened code takes in the decode kernel: none but on sm_120."""
-    return _size(p.dtype) if p.compute == "w8a16" and p.capability[0] == 12 else 0
+def _terms(p: Problem) -> int:
+    """Columns of the decode kernel's GEMM a token takes: codes whose sum is x under w8a16, to a power of two."""
+    return 1 if p.compute == "w8a8" else 2 if p.dtype == torch.bfloat16 else 4
+
+
+def _together(p: Problem) -> int:
+    """Up-projections the decode kernel makes at once when there are many: as many as do not spill registers."""
+    return 2 if p.rank <= 64 else 1
 
 
 def _decode(p: Problem) -> Decode:
     block_m = 16 if p.m <= 16 else 32
     programs, adapters, long = -(-p.n // 64), min(p.groups - 1, p.m), p.k > 8192
-    one_wave = programs <= MULTIPROCESSORS
+    one_wave, many = programs <= MULTIPROCESSORS, adapters > 1
     # a block with a multiprocessor to itself keeps much in flight; several hide each other's ends
-    if adapters > 1:
-        blocks = 2 if programs <= 80 else 3
-    else:
-        blocks = (1 if long or programs <= 32 else 2) if one_wave else 3
-    w8a16 = p.compute == "w8a16"
-    narrow = p.layout == "block" or blocks == 3 or (w8a16 and (p.k % (2 * BLOCK) != 0 or not _roomy(p)))
-    block_k = BLOCK if narrow else 2 * BLOCK
-    stage = (64 + block_m * (_size(p.dtype) if w8a16 else 1)) * block_k
-    rest = ((2 << 10) if adapters > 1 else (12 << 10)) + _widened(p) * 64 * block_k
-    stages = max(2, min(10 if programs <= 32 else 8, (SHARED_BYTES.get(p.capability, 0) // blocks - rest) // stage))
-    split = 8 if one_wave else 4
-    if adapters > 1:
-        split = max(2, _power_of_two(160 // (adapters * p.slices * -(-max(p.rank, 1) // 64)), 8))
-    few = blocks == 3 or not _roomy(p)
+    blocks = 2 if one_wave and not (many and programs > 80) else 3
+    if long and not many and one_wave:
+        blocks = 1
+    wide = blocks < 3 or (_terms(p) == 1 and (p.m <= 16) != one_wave)
+    # Triton 3.7 cannot compile w8a16's narrower steps for sm_100
+    wide = wide or (_terms(p) > 1 and p.capability[0] == 10)
+    block_k = 2 * BLOCK if wide and p.layout != "block" and _roomy(p) else BLOCK
+    stage = (64 + block_m * _terms(p)) * block_k
+    rest = (2 << 10) if many else (12 << 10)
+    stages = max(2, min(8, (SHARED_BYTES.get(p.capability, 0) // blocks - rest) // stage))
+    tiles = max(adapters, 1) * p.slices * -(-max(p.rank, 1) // 64)
+    split = 8 if long else 4
+    if many:
+        split = max(2, _power_of_two((160 if one_wave else 256) // tiles, 4 if one_wave and not long else 8))
+    split = min(split, _power_of_two(p.k // 256, 8))
+    part = (2048 if p.m > 16 else 1024) if not long or not many else 4096
+    if one_wave and not many:  # quantizer, shrink and GEMM at once on the GPU, where they can
+        room = MULTIPROCESSORS - programs - tiles * split
+        part = next((size for size in (1024, 2048) if p.m * -(-p.k // size) <= room), 4096)
     return Decode(
-        block_m, 64, block_k, stages, part=1024 if 2 < p.m <= 8 else 4096 if long and p.m > 16 else 2048, own_codes=2,
-        shrink_r=_rank_block(p, 64), shrink_k=BLOCK, shrink_stages=3 if few else 4,
-        split_k=min(split, _power_of_two(p.k // 256, 8)),
-        b_stages=8 if _rank_block(p, DECODE_MAX_RANK) <= 64 and _roomy(p) else 4,
-        ahead=1024 if one_wave and 1024 <= p.k <= 8192 else 0, early=1,
+        block_m, 64, block_k, stages, part=part, shrink_r=_rank_block(p, 64), shrink_k=BLOCK,
+        shrink_stages=3 if not _roomy(p) or (blocks == 3 and not many) else 4, split_k=split, b_stages=4,
+        ahead=1024 if one_wave and 1024 <= p.k <= 8192 else 512 if long and p.m <= 16 else 0, early=2,
     )  # fmt: skip
 
 

@@ -9,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+ASM = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether there is inline assembly: Triton's interpreter has none, and runs plain twins of what is written in it."""
+
 
 def on_device(t: torch.Tensor) -> AbstractContextManager:
     """Launch on the tensor's own GPU, whichever is current; nothing to do for Triton's interpreter on the CPU."""

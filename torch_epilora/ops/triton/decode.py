@@ -26,96 +26,13 @@ from torch_epilora.ops.triton.common import (
     sum_of,
     tile_rows,
 )
-from torch_epilora.ops.triton.linear import LAYOUTS, step
+from torch_epilora.ops.triton.linear import LAYOUTS, settle, step
 from torch_epilora.ops.triton.shrink import shrink_sum, stride_or_zero
 from torch_epilora.ops.triton.signals import HEADER, take_signal
-from torch_epilora.ops.triton.widen import half_scale, place
+from torch_epilora.ops.triton.sync import CODES, TILES, announce, arrive, leave, prefetch, reset, wait_for
 
 _SIDE = tl.constexpr(BLOCK)
 _HEADER = tl.constexpr(HEADER)
-# what the first integers of a signal count: quantizing programs and tiles of h done, GEMM programs that need no more
-_CODES, _TILES, _LEFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def prefetch(addresses, size):
-    """Ask for ``size`` bytes (a multiple of 16, or 0) from each address for the L2 cache; later writes are still seen.
-
-    A tensor of fewer elements than the program has threads is held, and asked for, more than once.
-    """
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred some; // dummy $0
-        setp.ne.s32 some, $2, 0;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2;
-        }""",
-        "=r,l,r", [addresses.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def arrive(counter):
-    """Count this program, after all it has written; return how many came before, whose writes are visible then."""
-    tl.debug_barrier()
-    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-
-
-@triton.jit
-def announce(counter):
-    """Count this program, after all that its threads have written."""
-    tl.debug_barrier()
-    tl.atomic_add(counter, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def wait_for(counter, expected):
-    """Wait until ``expected`` programs were counted; what they wrote before is visible then."""
-    arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    while arrived < expected:
-        arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-
-
-@triton.jit
-def leave(signal_ptr, programs):
-    """Count a program that has done its last waiting; the last one leaves the counters at zero for the next call."""
-    if tl.atomic_add(signal_ptr + _LEFT, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        tl.store(signal_ptr + _CODES, 0)
-        tl.store(signal_ptr + _TILES, 0)
-        tl.store(signal_ptr + _LEFT, 0)
-
-
-@triton.jit
-def quantize_part(
-    x_ptr, codes_ptr, scale_ptr, part, K, MODE: tl.constexpr, CHUNKS: tl.constexpr, BQ: tl.constexpr, PART: tl.constexpr
-):
-    """Make PART of a row's codes, or of its fp16 operand; a row's scale is found by each of its parts alike."""
-    cols = part * PART + tl.arange(0, PART)
-    places = cols
-    x = tl.load(x_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
-    if MODE == 0 or MODE == 3:
-        every = tl.arange(0, BQ)
-        amax = tl.zeros([BQ], tl.float32)
-        for i in tl.static_range(CHUNKS):
-            chunk = tl.load(x_ptr + i * BQ + every, mask=i * BQ + every < K, other=0.0).to(tl.float32)
-            amax = q.larger(amax, tl.abs(chunk))
-        amax = tl.reduce(amax, 0, q.larger)
-        if MODE == 3:
-            scale, reciprocal = half_scale(amax)
-            codes = (x * reciprocal).to(tl.float16)
-            places = place(cols)
-        else:
-            scale = q.token_scale(amax)
-            codes = q.to_codes(q.divide(x, scale))
-        tl.store(scale_ptr, scale)
-    elif MODE == 1:
-        x = tl.reshape(x, [PART // _SIDE, _SIDE])
-        scales = q.group_scale(tl.reduce(tl.abs(x), 1, q.larger))
-        group = part * (PART // _SIDE) + tl.arange(0, PART // _SIDE)
-        tl.store(scale_ptr + group, scales, mask=group * _SIDE < K)
-        codes = q.to_codes(tl.reshape(q.divide(x, scales[:, None]), [PART]))
-    else:
-        codes = q.to_codes(x * tl.div_rn(1.0, tl.load(scale_ptr)))
-    tl.store(codes_ptr + places, codes, mask=cols < K)
 
 
 @triton.jit
@@ -174,38 +91,62 @@ def shrink_tile(
             acc *= slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
             tl.store(h_ptr + offs, acc.to(h_ptr.dtype.element_ty), mask=keep)
     if last:
-        announce(signal_ptr + _TILES)
+        announce(signal_ptr + TILES)
 
 
 @triton.jit
-def load_b(slot, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn):
-    """Read the slot's B [BN, BR], whatever its rank."""
-    b_ptr = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
-    return tl.load(
-        b_ptr + within[:, None].to(tl.int64) * stride_bn + r[None, :],
-        mask=n_valid[:, None] & (r < R)[None, :], other=0.0,
-    )  # fmt: skip
+def turns(row, ids, counts, starts, active, BM: tl.constexpr):
+    """(each row's turn, slots by turn, turns): active groups take turns in their order; a row of the bare base has -1.
+
+    There are at most BM turns, as each has a row. All is found in registers: slots read from memory in the loop over
+    turns would halve how far ahead B's loads are issued.
+    """
+    place = tl.arange(0, BM)
+    turn = tl.cumsum(active.to(tl.int32), 0)
+    row = tl.where(place < tl.sum(counts, 0), row, -1)
+    position = tl.max(tl.where(row[:, None] == place[None, :], place[:, None], -1), 0)
+    inside = (
+        (position[:, None] >= 0)
+        & (position[:, None] >= starts[None, :])
+        & (position[:, None] < (starts + counts)[None, :])
+    )
+    mine = tl.max(tl.where(inside & active[None, :], turn[None, :], 0), 1) - 1
+    nth = active[None, :] & (turn[None, :] == place[:, None] + 1)
+    return mine, tl.sum(tl.where(nth, ids[None, :], 0), 1), tl.max(turn, 0)
+
+
+@triton.jit
+def first_slot(ids, active, GROUPS: tl.constexpr):
+    """Slot of the first active group, as of the shrink's first tile: counts may name groups whose rows are not here."""
+    g = tl.arange(0, GROUPS)
+    return tl.sum(tl.where(g == tl.min(tl.where(active, g, GROUPS), 0), ids, 0), 0)
+
+
+@triton.jit
+def load_b(slot, b_ptrs, slice_index, within, there, r, R, stride_bls, stride_bn):
+    """Read columns ``within`` of B, each of its own slot, [columns, BR], whatever their ranks."""
+    rows = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
+    rows += within.to(tl.int64) * stride_bn
+    return tl.load(rows[:, None] + r[None, :], mask=there[:, None] & (r < R)[None, :], other=0.0)
 
 
 @triton.jit
 def update(
-    lora, b, h, member, slot, b_bias_ptrs, rank_ptr, scaling_ptr, slice_index, within, n_valid, width, r, R,
-    rank_stride, scaling_stride, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr,
+    b, h, slot, rank, within, there, r, width, b_bias_ptrs, scaling_ptr, slice_index, scaling_stride,
+    HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Put B h, a group's up-projection, into its members' columns of ``lora``.
-
-    A select, not a sum: an infinity in one tenant's B cannot reach another tenant's rows as 0 * inf.
-    """
+    """B h, an up-projection of all rows, and its bias; slot and rank for each row of B."""
     if HAS_RANK:
-        rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
-        b = tl.where((r < rank)[None, :], b, 0.0)
-        member = member & (rank > 0)
+        b = tl.where(r[None, :] < rank[:, None], b, 0.0)
     total = tl.dot(b, h, input_precision="ieee")
     if HAS_LORA_BIAS:
-        scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
-        b_bias_ptr = pick(b_bias_ptrs, slice_index) + slot.to(tl.int64) * width
-        total += (scaling * tl.load(b_bias_ptr + within, mask=n_valid, other=0.0).to(tl.float32))[:, None]
-    return tl.where(member[None, :], total, lora)
+        scaling = tl.full(slot.shape, 1.0, tl.float32)
+        if HAS_SCALING:
+            scaling = tl.load(scaling_ptr + slice_index * scaling_stride + slot, mask=there, other=0.0)
+        b_bias_ptr = pick(b_bias_ptrs, slice_index) + slot.to(tl.int64) * width + within
+        # settled, or ptxas would wait after every MMA (C7515)
+        total = settle(total) + (scaling * tl.load(b_bias_ptr, mask=there, other=0.0).to(tl.float32))[:, None]
+    return total
 
 
 @triton.jit(
@@ -219,9 +160,9 @@ def decode_kernel(
     M, K, R, num_groups, num_slots, quantize_programs, shrink_programs, shrink_tiles, linear_programs,
     stride_xm, stride_cm, stride_sm, stride_wn, stride_al, stride_ar, stride_bls, stride_bn, rank_stride,
     scaling_stride, w_blocks, widths,
-    GROUPS: tl.constexpr, LAYOUT: tl.constexpr, W8A8: tl.constexpr, LORA: tl.constexpr, MANY: tl.constexpr,
+    GROUPS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr, LORA: tl.constexpr, MANY: tl.constexpr,
     QUANTIZE: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, OWN_CODES: tl.constexpr, CHUNKS: tl.constexpr, BQ: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, CHUNKS: tl.constexpr, BQ: tl.constexpr,
     PART: tl.constexpr, RANK_TILES: tl.constexpr, SPLIT: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr,
     SHRINK_STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     STAGES: tl.constexpr, B_STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -232,17 +173,17 @@ def decode_kernel(
     loop ends. AHEAD bytes of each row of weights are asked for while the kernel before this one ends.
     """
     pid = tl.program_id(0)
-    if QUANTIZE >= 0 and not OWN_CODES:
+    if QUANTIZE >= 0:
         if pid < quantize_programs:
             if PDL:
                 gdc_wait()
             parts = tl.cdiv(K, PART)
             row = (pid // parts).to(tl.int64)
-            quantize_part(
+            q.quantize_part(
                 x_ptr + row * stride_xm, codes_ptr + row * stride_cm, x_scale_ptr + row * stride_sm, pid % parts, K,
-                QUANTIZE, CHUNKS, BQ, PART,
+                M.to(tl.int64) * stride_cm, QUANTIZE, TERMS, CHUNKS, BQ, PART,
             )  # fmt: skip
-            announce(signal_ptr + _CODES)
+            announce(signal_ptr + CODES)
             return
     if LORA:
         if pid < quantize_programs + shrink_programs:
@@ -286,92 +227,116 @@ def decode_kernel(
         row = tl.load(sorted_ptr + rows, mask=valid, other=-1)
         h_ptrs = h_ptr + (rows[None, :] * len(widths) + slice_index) * R + r[:, None]
         h_mask = valid[None, :] & (r < R)[:, None]
-    if OWN_CODES:
-        # so few rows that each program makes its own codes sooner than it would hear of another's
-        codes_ptr += tile.to(tl.int64) * M * stride_cm
-        if QUANTIZE != 2:
-            x_scale_ptr += tile.to(tl.int64) * M * stride_sm
-        for token in range(M):
-            for part in range(tl.cdiv(K, PART)):
-                quantize_part(
-                    x_ptr + token * stride_xm, codes_ptr + token * stride_cm, x_scale_ptr + token * stride_sm, part, K,
-                    QUANTIZE, CHUNKS, BQ, PART,
-                )  # fmt: skip
-        tl.debug_barrier()
-    elif QUANTIZE >= 0:
-        wait_for(signal_ptr + _CODES, quantize_programs)
-        if not LORA:
-            leave(signal_ptr, linear_programs)
-    rows64 = rows.to(tl.int64)
-    WORDS: tl.constexpr = QUANTIZE == 3
-    if (W8A8 and LAYOUT != 2) or WORDS:
-        x_scale = tl.load(x_scale_ptr + rows64 * stride_sm, mask=valid, other=0.0)
+        if QUANTIZE >= 0:
+            # in the time that codes take to be made; with codes given it would hold the main loop up
+            mine, slots, last = turns(row, ids, counts, starts, active, BM)
+            if not MANY:
+                slot = first_slot(ids, active, GROUPS)
+                b = load_b(slot + n * 0, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn)
+    # the GEMM's columns: each row once, or once a term
+    ALL_TERMS: tl.constexpr = 1 if TERMS == 1 else 2 if TERMS == 2 else 4
+    COLS: tl.constexpr = BM * ALL_TERMS
+    X_BLOCKS: tl.constexpr = LAYOUT == 2 and TERMS == 1
+    col = tl.arange(0, COLS)
+    col_valid = (col % BM < M) & (col // BM < TERMS)
+    col_rows = (col // BM * M + col % BM).to(tl.int64)
+    x_ptrs = codes_ptr + col_rows[None, :] * stride_cm + k[:, None]
     w_ptrs = w_rows[:, None] + k[None, :]
-    if WORDS:
-        w_ptrs = w_rows.to(tl.pointer_type(tl.int32), bitcast=True)[:, None] + tl.arange(0, BK // 4)[None, :]
-    x_ptrs = codes_ptr + rows64[None, :] * stride_cm + k[:, None]
-    acc = tl.zeros([BN, BM], tl.float32)
+    acc = tl.zeros([BN, COLS], tl.float32)
     early = tl.maximum(tl.cdiv(K, BK) - 1 - EARLY, 0) * BK
+    ticket = 0
+    if QUANTIZE >= 0:
+        wait_for(signal_ptr + CODES, quantize_programs)
+        if not LORA:
+            ticket = leave(signal_ptr)
+    if not X_BLOCKS:
+        x_scale = tl.load(x_scale_ptr + rows.to(tl.int64) * stride_sm, mask=valid, other=0.0)
+    PROMOTE: tl.constexpr = TERMS > 1 and LAYOUT != 2
+    part = acc
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
-        acc = step(
-            acc, w_ptrs, x_ptrs, w_scale_ptr, x_scale_ptr, rows64, valid, n, n_valid, k0, K, stride_sm, w_blocks,
-            LAYOUT, W8A8, EVEN_K, BK, WORDS,
+        # W8A16 is added up in fp32 every 256 inputs, whatever BK: the tensor cores keep fewer bits of a long sum
+        part = step(
+            tl.zeros_like(acc) if PROMOTE and BK % 256 == 0 else part, w_ptrs, x_ptrs, w_scale_ptr, x_scale_ptr,
+            col_rows, col_valid, n, n_valid, k0, K, stride_sm, w_blocks, LAYOUT, X_BLOCKS, EVEN_K, BK,
         )  # fmt: skip
+        if PROMOTE and BK % 256 == 0:
+            acc += part
+        elif PROMOTE:
+            full = (k0 + BK) % 256 == 0
+            acc = tl.where(full, acc + part, acc)
+            part = tl.where(full, 0.0, part)
         # loads alone: an MMA of another type in here would have ptxas serialize the main loop's (C7515)
         if LORA and not MANY:
             if k0 == early:
                 if PDL:
                     gdc_launch_dependents()
-                # as the shrink, the first: counts of a larger batch may name groups whose rows are not here
-                first = tl.min(tl.where(active, g, GROUPS), 0)
-                slot = tl.sum(tl.where(g == first, ids, 0), 0)
-                b = load_b(slot, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn)
-                wait_for(signal_ptr + _TILES, shrink_tiles)
-                leave(signal_ptr, linear_programs)
+                if QUANTIZE < 0:
+                    slot = first_slot(ids, active, GROUPS)
+                    b = load_b(slot + n * 0, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn)
+                wait_for(signal_ptr + TILES, shrink_tiles)
+                ticket = leave(signal_ptr)
                 h = tl.load(h_ptrs, mask=h_mask, other=0.0)
     if PDL and (MANY or not LORA):
         gdc_launch_dependents()
-    if (W8A8 and LAYOUT != 2) or WORDS:
+    if not PROMOTE or BK % 256 != 0:
+        acc += part
+    if TERMS > 1:
+        # each term was made 32 times as large as what it stands for beside the one before
+        share = ((127 - 5 * tl.arange(0, ALL_TERMS)) << 23).to(tl.float32, bitcast=True)
+        acc = tl.sum(tl.reshape(acc, [BN, ALL_TERMS, BM]) * share[None, :, None], 1)
+    if not X_BLOCKS:
         acc *= x_scale[None, :]
     if LAYOUT != 2:
         acc *= w_scale[:, None]
     if LORA:
-        # each row's place in adapter order, then its group's turn among those that are active; -1 is the bare base
-        row = tl.where(rows < tl.sum(counts, 0), row, -1)
-        position = tl.max(tl.where(row[:, None] == rows[None, :], rows[:, None], -1), 0)
-        turn = tl.cumsum(active.to(tl.int32), 0)
-        inside = (
-            (position[:, None] >= 0)
-            & (position[:, None] >= starts[None, :])
-            & (position[:, None] < (starts + counts)[None, :])
-        )
-        order = tl.max(tl.where(inside & active[None, :], turn[None, :], 0), 1) - 1
+        if QUANTIZE < 0:
+            mine, slots, last = turns(row, ids, counts, starts, active, BM)
         lora = tl.zeros([BN, BM], tl.float32)
         if MANY:
-            wait_for(signal_ptr + _TILES, shrink_tiles)
-            leave(signal_ptr, linear_programs)
+            wait_for(signal_ptr + TILES, shrink_tiles)
+            ticket = leave(signal_ptr)
             h = tl.load(h_ptrs, mask=h_mask, other=0.0)
-            # the slots in that order, at most one a row: found in registers, where one read from memory inside the loop
-            # would halve how far ahead B's loads are issued, and in few enough of them for one warp to search
-            nth = active[None, :] & (turn[None, :] == rows[:, None] + 1)
-            slots = tl.sum(tl.where(nth, ids[None, :], 0), 1)
-            for i in tl.range(0, tl.max(turn, 0), num_stages=B_STAGES):
-                slot = tl.sum(tl.where(rows == i, slots, 0), 0)
-                b = load_b(slot, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn)
-                lora = update(
-                    lora, b, h, order == i, slot, b_bias_ptrs, rank_ptr, scaling_ptr, slice_index, within, n_valid,
-                    width, r, R, rank_stride, scaling_stride, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS,
+            ranks = tl.zeros([BM], tl.int32)
+            if HAS_RANK:
+                ranks = tl.load(rank_ptr + slice_index * rank_stride + slots, mask=rows < last, other=0)
+                mine = tl.where(tl.sum(tl.where(mine[:, None] == rows[None, :], ranks[None, :], 0), 1) > 0, mine, -1)
+            # several turns a step, one below the other: their MMAs do not wait for each other; wide ones would spill
+            TOGETHER: tl.constexpr = 2 if BR <= 64 else 1
+            which = tl.arange(0, TOGETHER * BN) // BN
+            n_of = inner + tl.arange(0, TOGETHER * BN) % BN
+            for i in tl.range(0, last, TOGETHER, num_stages=B_STAGES):
+                slot_of = tl.zeros([TOGETHER * BN], tl.int32)
+                rank_of = tl.zeros([TOGETHER * BN], tl.int32)
+                for j in tl.static_range(TOGETHER):
+                    slot_of = tl.where(which == j, tl.sum(tl.where(rows == i + j, slots, 0), 0), slot_of)
+                    if HAS_RANK:
+                        rank_of = tl.where(which == j, tl.sum(tl.where(rows == i + j, ranks, 0), 0), rank_of)
+                there = (n_of < width) & (i + which < last)
+                b_of = load_b(slot_of, b_ptrs, slice_index, n_of, there, r, R, stride_bls, stride_bn)
+                total = update(
+                    b_of, h, slot_of, rank_of, n_of, there, r, width, b_bias_ptrs, scaling_ptr, slice_index,
+                    scaling_stride, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS,
                 )  # fmt: skip
+                # a select, not a sum: an infinity in one tenant's B cannot reach another tenant's rows as 0 * inf
+                total = tl.reshape(total, [TOGETHER, BN, BM])
+                chosen = mine[None, :] == i + tl.arange(0, TOGETHER)[:, None]
+                chosen = tl.sum(tl.where(chosen[:, None, :], total, 0.0), 0)
+                lora = tl.where(((mine >= i) & (mine < i + TOGETHER))[None, :], chosen, lora)
         else:
-            lora = update(
-                lora, b, h, order == 0, slot, b_bias_ptrs, rank_ptr, scaling_ptr, slice_index, within, n_valid,
-                width, r, R, rank_stride, scaling_stride, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS,
+            rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
+            mine = tl.where(rank > 0, mine, -1)
+            total = update(
+                b, h, slot + n * 0, rank + n * 0, within, n_valid, r, width, b_bias_ptrs, scaling_ptr, slice_index,
+                scaling_stride, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS,
             )  # fmt: skip
-        acc = tl.where((order >= 0)[None, :], acc + lora, acc)
+            lora = tl.where((mine == 0)[None, :], total, lora)
+        acc = tl.where((mine >= 0)[None, :], acc + lora, acc)
     if HAS_BIAS:
         acc += bias.to(tl.float32)[:, None]
-    y_ptrs = y_ptr + rows64[None, :] * sum_of(widths) + n[:, None]
+    y_ptrs = y_ptr + rows.to(tl.int64)[None, :] * sum_of(widths) + n[:, None]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=valid[None, :] & n_valid[:, None])
+    if LORA or QUANTIZE >= 0:
+        reset(signal_ptr, ticket, linear_programs)
 
 
 def decode(
@@ -399,10 +364,9 @@ def decode(
     Parameters
     ----------
     x_codes, x_scale : Tensor, optional
-        The GEMM's operand and its scale if they exist; with neither and ``quantize`` -1, x itself is it (W8A16).
+        The GEMM's operand and its scale, if they exist.
     quantize : int
-        A mode of the quantizer, to make the GEMM's operand in this launch; -1 otherwise. HALF needs K in multiples of
-        the plan's block_k and rows of weights that start at multiples of 16 bytes.
+        A mode of the quantizer, to make the GEMM's operand in this launch; -1 otherwise.
     pdl : bool
         Launch as a programmatic dependent of the kernel before.
     a, b, groups : list of Tensor and Groups, optional
@@ -429,16 +393,14 @@ def decode(
         planes = torch.empty((config.split_k, m, slices, r), dtype=torch.float32, device=x.device)
     widths = tuple(t.shape[1] for t in b) if lora else (n,)
     linear_programs = sum(triton.cdiv(w, config.block_n) for w in widths)
-    half = quantize == q.HALF
-    own_codes = quantize >= 0 and m <= config.own_codes
+    terms = 1 if quantize != q.TERMS else 2 if x.dtype == torch.bfloat16 else 3
     operand = x if x_codes is None else x_codes
     per_row = x_scale is not None and quantize != q.STATIC and x_scale.shape[0] == m
     if quantize >= 0:
-        rows = m * linear_programs if own_codes else m
-        operand, made = q.empty_codes(rows, k, quantize, x.device)
+        operand, made = q.empty_codes(m * terms, k, quantize, x.device)
         if made is not None:
             x_scale, per_row = made, True
-    quantize_programs = m * triton.cdiv(k, config.part) if quantize >= 0 and not own_codes else 0
+    quantize_programs = m * triton.cdiv(k, config.part) if quantize >= 0 else 0
     chunk = q.row_block(k)
     with on_device(x):
         signal = take_signal(x.device, HEADER + tiles) if lora or quantize_programs else y
@@ -450,15 +412,16 @@ def decode(
             x.stride(0), operand.stride(0), x_scale.stride(0) if per_row else 0, weight.stride(0),
             a[0].stride(0) if lora else 0, a[0].stride(1) if lora else 0, tuple(t.stride(0) for t in b) or (0,),
             b[0].stride(1) if lora else 0, stride_or_zero(rank), stride_or_zero(scaling), triton.cdiv(k, BLOCK), widths,
-            GROUPS=triton.next_power_of_2(num_groups), LAYOUT=LAYOUTS[layout], W8A8=x_scale is not None and not half,
+            GROUPS=triton.next_power_of_2(num_groups), LAYOUT=LAYOUTS[layout], TERMS=terms,
             LORA=lora, MANY=active > 1, QUANTIZE=quantize, HAS_RANK=rank is not None, HAS_SCALING=scaling is not None,
             HAS_LORA_BIAS=bool(b_bias), HAS_BIAS=bias is not None, EVEN_K=k % config.block_k == 0,
-            OWN_CODES=own_codes, CHUNKS=triton.cdiv(k, chunk) if quantize in (q.TOKEN, q.HALF) else 1, BQ=chunk,
+            CHUNKS=triton.cdiv(k, chunk) if quantize in (q.TOKEN, q.TERMS) else 1, BQ=chunk,
             PART=config.part if quantize >= 0 else BLOCK, RANK_TILES=rank_tiles,
             SPLIT=config.split_k if tiles else 1, SHRINK_R=shrink_r, SHRINK_K=config.shrink_k,
             SHRINK_STAGES=config.shrink_stages, BM=config.block_m, BN=config.block_n, BK=config.block_k,
             BR=max(triton.next_power_of_2(r), 16), STAGES=config.num_stages, B_STAGES=config.b_stages,
-            AHEAD=config.ahead if aligned(weight) else 0, EARLY=config.early, PDL=pdl, num_warps=config.num_warps,
+            AHEAD=config.ahead if quantize >= 0 and aligned(weight) else 0, EARLY=config.early,
+            PDL=pdl, num_warps=config.num_warps,
             # as in K2: rows without adapter must round as the bare base does
             enable_fp_fusion=layout == "block",
             **({"launch_pdl": True} if pdl else {}),

@@ -10,46 +10,48 @@ from torch import Tensor
 
 from torch_epilora.ops.checks import BLOCK, Groups
 from torch_epilora.ops.plan import Gemm
-from torch_epilora.ops.triton.common import column_tile, on_device, pick, slot_rank, slot_scaling, sum_of
+from torch_epilora.ops.triton.common import ASM, column_tile, on_device, pick, slot_rank, slot_scaling, sum_of
 from torch_epilora.ops.triton.expand import load_h
 from torch_epilora.ops.triton.shrink import stride_or_zero
-from torch_epilora.ops.triton.widen import operand_of_words, settle
 
 LAYOUTS = {"tensor": 0, "channel": 1, "block": 2}
 _SIDE = tl.constexpr(BLOCK)
 
 
 @triton.jit
+def settle(acc):
+    """Wait for the MMAs behind acc: the next step would overwrite their first operand in registers (triton#9433)."""
+    if ASM:
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    return acc
+
+
+@triton.jit
 def step(
     acc, w_ptrs, x_ptrs, w_scale_ptr, x_scale_ptr, rows, valid, n, n_valid, k0, K, stride_sm, w_blocks,
-    LAYOUT: tl.constexpr, W8A8: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr = False,
+    LAYOUT: tl.constexpr, X_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """acc[n, m] += sum of w[n, k] x[m, k] over BK inputs from k0, with both scales of each 128-block in that layout.
+    """acc[n, m] += sum of w[n, k] x[m, k] over BK inputs from k0, under 128x128 scales times those of the block.
 
-    WORDS: ``w_ptrs`` read codes as int32 words, and x is fp16 with its inputs where ``widen.place`` puts them.
+    X_BLOCKS: x has scales by the 128-block too.
     """
     k = k0 + tl.arange(0, BK)
-    if WORDS:
-        words = tl.load(w_ptrs + k0 // 4, mask=n_valid[:, None], other=0)
-        w = operand_of_words(words, w_ptrs.shape[0], BK)
-        x = tl.load(x_ptrs + k0, mask=valid[None, :], other=0.0)
-    elif EVEN_K:
+    if EVEN_K:
         w = tl.load(w_ptrs + k0, mask=n_valid[:, None], other=0.0)
         x = tl.load(x_ptrs + k0, mask=valid[None, :], other=0.0)
     else:
         w = tl.load(w_ptrs + k0, mask=n_valid[:, None] & (k < K)[None, :], other=0.0)
         x = tl.load(x_ptrs + k0, mask=valid[None, :] & (k < K)[:, None], other=0.0)
-    if not W8A8 and not WORDS:
-        w = w.to(x.dtype)
+    w = w.to(x.dtype)
     if LAYOUT == 2:
         block = k0 // _SIDE
         scale = tl.load(w_scale_ptr + (n // _SIDE) * w_blocks + block, mask=n_valid, other=0.0)[:, None]
-        if W8A8:
+        if X_BLOCKS:
             scale = scale * tl.load(x_scale_ptr + rows * stride_sm + block, mask=valid, other=0.0)[None, :]
         acc += tl.dot(w, x, input_precision="ieee") * scale
     else:
         acc = tl.dot(w, x, acc, input_precision="ieee")
-    if not W8A8 and x.dtype != tl.float32:
+    if x.dtype == tl.float16 or x.dtype == tl.bfloat16:
         acc = settle(acc)
     return acc
 
@@ -94,7 +96,7 @@ def linear_kernel(
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
         acc = step(
             acc, w_ptrs, x_ptrs, w_scale_ptr, x_scale_ptr, rows, valid, n, n_valid, k0, K, stride_sm, w_blocks,
-            LAYOUT, W8A8, EVEN_K, BK,
+            LAYOUT, W8A8 and LAYOUT == 2, EVEN_K, BK,
         )  # fmt: skip
     if LAYOUT != 2:
         if W8A8:

@@ -10,8 +10,8 @@ from torch_epilora.ops.reference import FP8_MAX, MIN_GROUP_AMAX, MIN_SCALE
 from torch_epilora.ops.triton.common import on_device
 
 TOKEN, GROUP, STATIC = 0, 1, 2
-HALF = 3
-"""Of the decode kernel only: no codes, but W8A16's operand, x as fp16 (``widen.half_scale``)."""
+TERMS = 3
+"""Of the decode kernel only: W8A16's operand, several codes whose sum is x (``terms_of``)."""
 _MAX = tl.constexpr(FP8_MAX)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MIN_AMAX = tl.constexpr(MIN_GROUP_AMAX)
@@ -33,9 +33,19 @@ def larger(a, b):
 
 @triton.jit
 def divide(x, scale):
-    """IEEE quotient by a scale that is not zero. Zeros are kept from the division: they would take its slow branch."""
-    zero = tl.where(scale == scale, x, scale)
-    return tl.where(x == 0.0, zero, tl.div_rn(tl.where(x == 0.0, 1.0, x), scale))
+    """IEEE quotient by a scale that is not zero, the same bits as of a division but without its branches.
+
+    The product with the reciprocal, twice corrected by what it leaves of x, is rounded as the quotient is (Markstein,
+    "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). That what is left of quotients
+    near 2^-126 underflows is no matter: their code is zero.
+    """
+    reciprocal = tl.div_rn(1.0, scale)
+    # by infinity only infinity is not zero; NaN stays in the reciprocal
+    divisor = tl.where(scale < float("inf"), scale, 0.0)
+    quotient = x * reciprocal
+    quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+    quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+    return tl.where(x == 0.0, tl.where(scale == scale, x, scale), quotient)  # keeps the sign of a zero
 
 
 @triton.jit
@@ -48,6 +58,59 @@ def token_scale(amax):
 def group_scale(amax):
     """Scale of a 128-group whose largest magnitude is amax."""
     return tl.div_rn(larger(amax, _MIN_AMAX), _MAX)
+
+
+@triton.jit
+def binary_scale(amax):
+    """Return a power of two and its reciprocal, which brings a row's largest magnitude into [2^7, 2^8)."""
+    exponent = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 32), 254)
+    scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    return scale, ((261 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantize_part(
+    x_ptr, codes_ptr, scale_ptr, part, K, term_stride,
+    MODE: tl.constexpr, TERMS: tl.constexpr, CHUNKS: tl.constexpr, BQ: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Make PART of a row's codes; a row's scale is found by each of its parts alike.
+
+    Mode 3 makes TERMS codes of each value, ``term_stride`` apart: what each leaves is 32 times as large for the next.
+    A code keeps 4 significant bits and leaves a rest, so two hold the 8 of bf16 exactly and three the 11 of fp16, but
+    for what is below 2^-22 of a row's largest.
+    """
+    cols = part * PART + tl.arange(0, PART)
+    x = tl.load(x_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
+    if MODE == 0 or MODE == 3:
+        every = tl.arange(0, BQ)
+        amax = tl.zeros([BQ], tl.float32)
+        for i in tl.static_range(CHUNKS):
+            chunk = tl.load(x_ptr + i * BQ + every, mask=i * BQ + every < K, other=0.0).to(tl.float32)
+            amax = larger(amax, tl.abs(chunk))
+        amax = tl.reduce(amax, 0, larger)
+        if MODE == 3:
+            scale, reciprocal = binary_scale(amax)
+            rest = x * reciprocal
+            rest = tl.where(tl.abs(rest) < float("inf"), rest, float("nan"))
+            for i in tl.static_range(TERMS - 1):
+                term = to_codes(rest)
+                tl.store(codes_ptr + i * term_stride + cols, term, mask=cols < K)
+                rest = (rest - term.to(tl.float32)) * 32
+            codes_ptr += (TERMS - 1) * term_stride
+            codes = to_codes(rest)
+        else:
+            scale = token_scale(amax)
+            codes = to_codes(divide(x, scale))
+        tl.store(scale_ptr, scale)
+    elif MODE == 1:
+        x = tl.reshape(x, [PART // _SIDE, _SIDE])
+        scales = group_scale(tl.reduce(tl.abs(x), 1, larger))
+        group = part * (PART // _SIDE) + tl.arange(0, PART // _SIDE)
+        tl.store(scale_ptr + group, scales, mask=group * _SIDE < K)
+        codes = to_codes(tl.reshape(divide(x, scales[:, None]), [PART]))
+    else:
+        codes = to_codes(x * tl.div_rn(1.0, tl.load(scale_ptr)))
+    tl.store(codes_ptr + cols, codes, mask=cols < K)
 
 
 @triton.jit
@@ -94,8 +157,8 @@ def row_block(k: int) -> int:
 
 
 def empty_codes(rows: int, k: int, mode: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Room for what a mode makes of rows of K: its codes (HALF: fp16), and its scales but for STATIC."""
-    codes = torch.empty((rows, k), dtype=torch.float16 if mode == HALF else torch.float8_e4m3fn, device=device)
+    """Room for what a mode makes of rows of K: its codes, and its scales but for STATIC."""
+    codes = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=device)
     if mode == STATIC:
         return codes, None
     groups = -(-k // BLOCK) if mode == GROUP else 1
