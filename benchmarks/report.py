@@ -28,8 +28,8 @@ graphs, weights rotated so that none comes from L2, medians of interleaved round
 of several such medians. A dash: not measured, or not a case of that path. The script is `benchmarks/layer.py`; the log
 of what was tried is `benchmarks/NOTES.md`.
 
-The W8A16 table is from before the decode path served it: there weights are widened by conversion instructions, and
-few tokens are slower than vLLM's Marlin.
+The first W8A16 table is from before the decode path: few tokens are slower there than vLLM's Marlin. The decode path's
+own W8A16 table is further down.
 """
 
 
