@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.cases import make_case, oracle, sqnr
 from tests.ops.interpreter import repaired  # noqa: F401
@@ -145,6 +147,32 @@ def test_quantizer_bits_equal_the_reference(mode: str, dtype: torch.dtype) -> No
     want, want_scale = getattr(reference, f"quantize_fp8_{mode}")(x)
     assert torch.equal(scale, want_scale)
     assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
+
+
+@triton.jit
+def divide_kernel(x_ptr, scale_ptr, y_ptr, divide: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(y_ptr + at, divide(tl.load(x_ptr + at), tl.load(scale_ptr + tl.program_id(0))))
+
+
+def test_division_without_branches_is_the_ieee_division() -> None:
+    """Where the quotient is not too small for any code, bit for bit, the sign of a zero too."""
+    from torch_epilora.ops.triton.quantize import divide
+
+    rows, size = 600, 1024
+    amax = torch.exp2(torch.empty(rows, 1).uniform_(-20, 127))
+    x = amax * torch.randn(rows, size).clamp(-1, 1) * torch.exp2(torch.empty(rows, size).uniform_(-24, 0))
+    x[:, :2] = torch.tensor([0.0, -0.0])
+    x[::2] = x[::2].bfloat16().float()
+    scale = (x.abs().amax(1) / 448).clamp_min(reference.MIN_SCALE)
+    scale[:3] = torch.tensor([float("inf"), float("nan"), 448.0])
+    x[0, 5] = float("inf")
+    got = torch.empty_like(x)
+    divide_kernel[(rows,)](x, scale, got, divide, size)
+    want = x / scale[:, None]
+    assert torch.equal(got.isnan(), want.isnan()) and got.isnan().sum() == size + 1
+    whole = ~want.isnan()
+    assert torch.equal(got[whole].view(torch.int32), want[whole].view(torch.int32))
 
 
 @pytest.mark.parametrize("mode", ["token", "group", "static"])
