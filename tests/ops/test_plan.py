@@ -272,6 +272,21 @@ def test_shared_bytes_grows_with_every_tile() -> None:
     assert shared_bytes(GEMM, replace(PROBLEM, compute="w8a16")) > shared_bytes(GEMM, PROBLEM)
 
 
+def test_decode_tiles_fit_whatever_the_kernel_takes() -> None:
+    """Nothing but a missing ability of the kernel sends up to 32 tokens elsewhere: shared memory never does."""
+    for m, r, groups, k, n, capability in itertools.product(
+        (1, 4, 16, 32),
+        (0, 16, 64, 128),
+        (2, 9, 128),
+        (16, 144, 4096, 32768),
+        (64, 5120, 200000),
+        [(9, 0), (10, 0), (12, 0)],
+    ):
+        for layout, compute in itertools.product(("channel", "block"), ("w8a8", "w8a16")):
+            p = Problem(m, n, k, r, 2, groups, layout, compute, torch.float16, capability)
+            assert make_plan(p).path == "decode", p
+
+
 def test_a_decode_tile_must_hold_all_tokens() -> None:
     problem = Problem(32, 4096, 4096, 64)
     small = replace(make_plan(problem).decode, block_m=16)

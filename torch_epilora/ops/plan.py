@@ -348,8 +348,9 @@ def _decode(p: Problem) -> Decode:
     wide = wide or (_terms(p) > 1 and p.capability[0] == 10)
     block_k = 2 * BLOCK if wide and p.layout != "block" and _roomy(p) else BLOCK
     stage = (64 + block_m * _terms(p)) * block_k
-    rest = (2 << 10) if many else (12 << 10)
-    stages = max(2, min(8, (SHARED_BYTES.get(p.capability, 0) // blocks - rest) // stage))
+    limit, rest = SHARED_BYTES.get(p.capability, 0), (2 << 10) if many else (12 << 10)
+    beside = _rank_block(p, DECODE_MAX_RANK) * (64 + block_m) * _size(p.dtype)
+    stages = max(2, min(8, (limit // blocks - rest) // stage, (limit - beside) // (stage + 4 * (64 + block_m))))
     tiles = max(adapters, 1) * p.slices * -(-max(p.rank, 1) // 64)
     split = 8 if long else 4
     if many:
