@@ -31,7 +31,6 @@ from torch_epilora.ops.triton.shrink import shrink_sum, stride_or_zero
 from torch_epilora.ops.triton.signals import HEADER, take_signal
 from torch_epilora.ops.triton.sync import CODES, TILES, announce, arrive, leave, prefetch, reset, wait_for
 
-_SIDE = tl.constexpr(BLOCK)
 _HEADER = tl.constexpr(HEADER)
 
 

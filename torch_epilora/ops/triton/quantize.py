@@ -11,7 +11,7 @@ from torch_epilora.ops.triton.common import on_device
 
 TOKEN, GROUP, STATIC = 0, 1, 2
 TERMS = 3
-"""Of the decode kernel only: W8A16's operand, several codes whose sum is x (``terms_of``)."""
+"""Of the decode kernel only: W8A16's operand, several codes whose sum is x (``quantize_part``)."""
 _MAX = tl.constexpr(FP8_MAX)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MIN_AMAX = tl.constexpr(MIN_GROUP_AMAX)
@@ -36,8 +36,8 @@ def divide(x, scale):
     """IEEE quotient by a scale that is not zero, the same bits as of a division but without its branches.
 
     The product with the reciprocal, twice corrected by what it leaves of x, is rounded as the quotient is (Markstein,
-    "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). That what is left of quotients
-    near 2^-126 underflows is no matter: their code is zero.
+    "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). That what is left of
+    dividends below about 2^-100 underflows is no matter: their code is zero.
     """
     reciprocal = tl.div_rn(1.0, scale)
     # by infinity only infinity is not zero; NaN stays in the reciprocal
