@@ -8,7 +8,7 @@ Weights are rotated so that none comes from L2. Each system's output is compared
 memory full of NaN when it starts. The whole measurement of a projection is repeated; its mean counts, and the least and
 the most are kept as its spread. A tensor-parallel shard is one rank's share, without communication.
 
-The library's systems: ``bare`` has no adapters and ``none`` has them but no row uses one; ``decode`` (up to 32 tokens),
+The library's systems: ``bare`` has no adapters and ``none`` has them but no row uses one; ``decode`` (up to 64 tokens),
 ``fused`` and ``hybrid`` are its paths, and ``ours`` repeats the figure of the one that the plan takes. ``bare_codes``
 and ``decode_codes`` are handed the activations' codes (W8A8). The peers', where installed: ``vllm_bare``, ``vllm_gemm``
 (from codes), ``vllm`` and ``sglang``, see ``benchmarks/peers.py``.
@@ -36,9 +36,9 @@ from benchmarks.timing import copies, environment
 from tests.cases import Case, group_rows, make_case, oracle, sqnr
 from torch_epilora.cli.timing import median_times
 from torch_epilora.ops.dispatch import plan_of
+from torch_epilora.ops.plan import DECODE_MAX_TOKENS
 
 DEVICE = "cuda"
-DECODE_TOKENS = 32
 OURS = ("bare", "bare_codes", "none", "decode", "decode_codes", "fused", "hybrid")
 NO_ADAPTER = {"bare", "bare_codes", "none", "vllm_bare", "vllm_gemm"}
 LEAST_SQNR = 40.0
@@ -70,11 +70,11 @@ def our_systems(case: Case, coded: Case | None, weights: list[Tensor]) -> dict[s
         "fused": ("lora_linear_fused", case),
         "hybrid": ("lora_linear_hybrid", case),
     }
-    if m <= DECODE_TOKENS:
+    if m <= DECODE_MAX_TOKENS:
         systems["decode"] = ("lora_linear_decode", case)
     if coded is not None:
         systems["bare_codes"] = ("lora_linear", replace(coded, **without))
-    if coded is not None and m <= DECODE_TOKENS:
+    if coded is not None and m <= DECODE_MAX_TOKENS:
         systems["decode_codes"] = ("lora_linear_decode", coded)
     return {name: partial(bound, op, call, weights) for name, (op, call) in systems.items()}
 

@@ -20,7 +20,7 @@ INTRO = """# First figures
 
 Time of one decoder layer's four linear projections with LoRA adapters, in microseconds, on one GPU: this library beside
 its peers' kernels in the same run. *Bare* is the layer without adapters, activations quantized by each side (W8A8;
-vLLM's W8A16 is Marlin). *Decode* (up to 32 tokens), *fused* and *hybrid* are the CUDA paths, *chosen* the one that the
+vLLM's W8A16 is Marlin). *Decode* (up to 64 tokens), *fused* and *hybrid* are the CUDA paths, *chosen* the one that the
 plan takes. *vLLM LoRA* is vLLM's base with its LoRA kernels in their default launch configurations, as they ship;
 *SGLang LoRA* is vLLM's base with SGLang's planned LoRA runner, on its tuned plans. Each row's tokens are spread evenly
 over its adapters. Every system's output was compared with fp64 before it was timed (over 40 dB, or no figure). CUDA

@@ -9,7 +9,7 @@ from benchmarks.tables import cell, markdown, measured, read, source
 
 FIGURE = "figures/exposure.svg"
 
-DECODE = """## Decode: up to 32 tokens
+DECODE = """## Decode: up to 64 tokens
 
 A layer as above, in microseconds. *Decode* starts from x alone, as every system here does unless it says *codes in*:
 x's codes and scales are then handed in, as by a fused normalization. *Idle adapters* has adapters that no row uses.

@@ -98,10 +98,10 @@ def test_a_layer_sums_its_projections(monkeypatch):
 
 @pytest.mark.parametrize("parse", [overhead.parse, exposure.parse])
 def test_the_command_line_takes_what_the_decode_kernel_takes(parse, capsys):
-    options = parse(["--projections", "o", "--tokens", "32", "--ranks", "128"])
-    assert (options.projections, options.tokens, options.ranks) == (["o"], [32], [128])
+    options = parse(["--projections", "o", "--tokens", "64", "--ranks", "128"])
+    assert (options.projections, options.tokens, options.ranks) == (["o"], [64], [128])
     wrong = (
-        (["--tokens", "1", "33"], "--tokens: expected 1 to 32, the decode kernel's, but 33 came"),
+        (["--tokens", "1", "65"], "--tokens: expected 1 to 64, the decode kernel's, but 65 came"),
         (["--ranks", "129"], "--ranks: expected 1 to 128, the decode kernel's, but 129 came"),
         (["--repeat", "0"], "--repeat: expected at least 1, but 0 came"),
     )

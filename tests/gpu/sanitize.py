@@ -6,7 +6,7 @@ import os
 import torch
 
 from tests.cases import Case, make_case, oracle, sqnr
-from tests.gpu.paths import paths_at
+from tests.gpu.paths import decode_serves, paths_at
 from torch_epilora.ops.triton.pdl import pdl_works
 
 SHAPES = [
@@ -20,6 +20,7 @@ DECODES = [
     (8, 1040, [128, 33], 64, 1),
     (17, 272, [128, 64, 32], 16, 4),
     (32, 528, [72], 128, 32),
+    (50, 272, [72, 40], 24, 5),
 ]
 
 
@@ -53,7 +54,7 @@ def main() -> None:
     decodes = [path for path, _ in paths_at(1) if path == "lora_linear_decode"]
     for path, wanted in itertools.product(decodes, (False, True)):
         dependent(wanted)
-        for case in cases(DECODES):
+        for case in (case for case in cases(DECODES) if decode_serves(case.x.shape[0], case.compute)):
             worst = min(worst, run(case, path))
             case.groups = case.groups._replace(no_adapter=torch.tensor([True]))
             case.row_slots = [-1] * len(case.row_slots)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import Case, group_rows, make_case, oracle, sqnr
-from tests.gpu.paths import HAS_DECODE
+from tests.gpu.paths import HAS_DECODE, decode_serves
 from torch_epilora.ops.dispatch import plan_of
 from torch_epilora.ops.triton import signals
 from torch_epilora.ops.triton.pdl import pdl_works
@@ -20,6 +20,11 @@ pytestmark = pytest.mark.skipif(not HAS_DECODE, reason="the decode path needs co
 ROOT = Path(__file__).parents[2]
 PATH = "lora_linear_decode"
 KINDS = [("tensor", "w8a8"), ("channel", "w8a8"), ("block", "w8a8"), ("channel", "w8a16"), ("block", "w8a16")]
+
+
+def kinds_at(*tokens: int) -> list[tuple[str, str, int]]:
+    """(layout, compute, tokens) that the decode path takes."""
+    return [(*kind, m) for kind in KINDS for m in tokens if decode_serves(m, kind[1])]
 
 
 def bits(t: Tensor) -> Tensor:
@@ -84,8 +89,7 @@ def fresh_pdl() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("slots", [1, 8])
-@pytest.mark.parametrize("m", [1, 17, 32])
-@pytest.mark.parametrize(("layout", "compute"), KINDS)
+@pytest.mark.parametrize(("layout", "compute", "m"), kinds_at(1, 17, 32, 64))
 def test_bits_do_not_depend_on_dependent_launches(layout: str, compute: str, m: int, slots: int) -> None:
     """cases.md 2."""
     case = make_case(m, 512, [256, 128], 24, slots, layout=layout, compute=compute, b_bias=True, device="cuda")
@@ -98,7 +102,7 @@ def test_bits_do_not_depend_on_dependent_launches(layout: str, compute: str, m: 
     assert torch.equal(bits(launch(case, pdl=True, bare=True)), bits(bare))
 
 
-@pytest.mark.parametrize(("m", "slots"), [(1, 1), (16, 1), (16, 8), (32, 32)])
+@pytest.mark.parametrize(("m", "slots"), [(1, 1), (16, 1), (16, 8), (32, 32), (64, 8)])
 def test_a_dependent_reads_what_the_kernel_before_it_wrote(m: int, slots: int) -> None:
     """Eight projections in a row start while the one before them runs, and none reads its x too early."""
     cases = layers(m, 8, slots)
@@ -123,7 +127,9 @@ def test_the_environment_switches_dependent_launches_off(monkeypatch: pytest.Mon
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("m", "slots"), [(1, 1), (1, 8), (16, 1), (16, 8), (32, 1), (32, 32)])
+@pytest.mark.parametrize(
+    ("m", "slots"), [(1, 1), (1, 8), (16, 1), (16, 8), (32, 1), (32, 32), (64, 1), (50, 8), (64, 32)]
+)
 def test_a_thousand_runs_have_the_same_bits(m: int, slots: int) -> None:
     """cases.md 20."""
     case = make_case(m, 8192, [512, 128], 32, slots, popularity="distinct", device="cuda")
@@ -151,8 +157,7 @@ def test_a_row_does_not_depend_on_the_others(slots: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-@pytest.mark.parametrize("m", [1, 8, 32])
-@pytest.mark.parametrize(("layout", "compute"), KINDS)
+@pytest.mark.parametrize(("layout", "compute", "m"), kinds_at(1, 8, 32, 50))
 def test_rows_without_adapter_are_bitwise_the_layer_without_adapters(
     layout: str, compute: str, m: int, slots: int
 ) -> None:
@@ -174,7 +179,7 @@ def test_rows_without_adapter_are_bitwise_the_layer_without_adapters(
     assert m == 1 or not torch.equal(mixed, bare)
 
 
-@pytest.mark.parametrize("m", [1, 16, 32])
+@pytest.mark.parametrize("m", [1, 16, 32, 64])
 @pytest.mark.parametrize("k", [144, 4096, 12288])
 @pytest.mark.parametrize(("layout", "codes"), [("channel", "made"), ("block", "made"), ("tensor", "static")])
 def test_codes_made_give_the_bits_of_the_same_codes_handed_in(layout: str, codes: str, k: int, m: int) -> None:
@@ -191,8 +196,11 @@ def test_codes_made_give_the_bits_of_the_same_codes_handed_in(layout: str, codes
     assert torch.equal(bits(eager(case)), bits(made))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("m", [1, 8, 32])
+@pytest.mark.parametrize(
+    ("m", "dtype"),
+    [(1, torch.bfloat16), (8, torch.bfloat16), (32, torch.bfloat16), (8, torch.float16), (16, torch.float16)],
+    ids=str,
+)
 def test_w8a16_has_every_codes_value_at_its_own_input(m: int, dtype: torch.dtype) -> None:
     """One input of each row is 1, the others 0: the output is a column of the weights, bit for bit."""
     case = make_case(m, 256, [256], 8, 1, layout="tensor", compute="w8a16", dtype=dtype, bias=False, device="cuda")
@@ -209,7 +217,7 @@ def test_w8a16_has_every_codes_value_at_its_own_input(m: int, dtype: torch.dtype
 # --- graphs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("m", "slots"), [(4, 1), (17, 6), (32, 32)])
+@pytest.mark.parametrize(("m", "slots"), [(4, 1), (17, 6), (32, 32), (64, 1), (64, 8)])
 def test_captured_layers_follow_x_slots_and_weights(m: int, slots: int) -> None:
     """cases.md 3: several calls in one graph, captured with dependent launches on a side stream."""
     cases = layers(m, 6, slots)

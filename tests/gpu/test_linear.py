@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import FP8, Case, make_case, oracle, sqnr
-from tests.gpu.paths import HAS_DECODE
+from tests.gpu.paths import decode_serves
 from tests.pairwise import pairwise
 from torch_epilora.ops import dequantize_fp8
 from torch_epilora.ops.dispatch import plan_of
@@ -51,7 +51,7 @@ CASES = pairwise(
 )
 DECODE_CASES = pairwise(
     {
-        "m": [1, 3, 4, 7, 8, 16, 17, 24, 32],
+        "m": [1, 3, 4, 7, 8, 16, 17, 24, 32, 33, 50, 64],
         "shape": ["qwen3-0.6b.qkv", "qwen3-8b.o", "qwen3-8b.gate_up", "qwen3-8b.down", "odd.1280", "odd.eight"],
         "r": [1, 8, 9, 16, 17, 64, 96, 128],
         "slots": [1, 2, 8, 32, 64, 127],
@@ -59,8 +59,8 @@ DECODE_CASES = pairwise(
         "path": ["lora_linear_decode"],
     }
 )
-"""Only what the decode kernel serves; ``lora_linear`` above takes that path too."""
-ALL = CASES + (DECODE_CASES if HAS_DECODE else [])
+"""``lora_linear`` above takes that path too."""
+ALL = CASES + [case for case in DECODE_CASES if decode_serves(case["m"], case["compute"], case["dtype"])]
 
 
 def unfused(case: Case) -> Tensor:

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.ops.sass import overwritten
+from tests.ops.sass import alone, overwritten
 from torch_epilora.ops import dispatch
 from torch_epilora.ops.checks import Call, Groups
 from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan, refusal, shared_bytes
@@ -172,7 +172,7 @@ class Gate:
                         "qgmma": sass.count("QGMMA"),
                         "hgmma": sass.count("HGMMA"),
                         "hmma": sass.count("HMMA"),
-                        "waits": sass.count("WARPGROUP.DEPBAR"),
+                        "alone": alone(sass),
                         "overwritten": overwritten(sass),
                         "dependent": "griddepcontrol.wait" in kernel.asm["ptx"],
                     }
@@ -222,6 +222,15 @@ def decodes(capability: tuple[int, int]) -> list[tuple[Problem, dict]]:
         (1, 6144, 4096, 64, 3, 2, "channel", "w8a16", bf16, {}),
         (16, 6144, 4096, 64, 3, 9, "channel", "w8a16", bf16, {"bias": True}),
         (32, 6144, 4096, 128, 3, 33, "block", "w8a16", bf16, {}),
+        (32, 24576, 4096, 64, 2, 2, "channel", "w8a16", bf16, {}),
+        (32, 4096, 12288, 64, 1, 33, "channel", "w8a16", bf16, {"bias": True}),
+        (16, 24576, 4096, 64, 2, 9, "channel", "w8a16", fp16, {}),
+        (16, 4096, 12288, 128, 1, 2, "channel", "w8a16", fp16, {"bias": True}),
+        (64, 6144, 4096, 64, 3, 2, "channel", "w8a8", bf16, {}),
+        (64, 24576, 4096, 64, 2, 33, "channel", "w8a8", bf16, {"bias": True}),
+        (50, 4096, 12288, 128, 1, 9, "tensor", "w8a8", fp16, {}),
+        (64, 24576, 4096, 128, 2, 2, "block", "w8a8", bf16, {}),
+        (64, 4096, 4096, 0, 1, 1, "channel", "w8a8", bf16, {"codes": "given"}),
         (16, 4096, 4096, 16, 1, 2, "tensor", "w8a16", fp16, {}),
         (32, 4096, 4096, 0, 1, 1, "channel", "w8a16", bf16, {}),
         (32, 4096, 4112, 16, 1, 33, "channel", "w8a16", bf16, {}),

@@ -1,10 +1,11 @@
-"""Reads Hopper machine code: finds MMAs whose first operand, held in registers, is written before they were waited for.
+"""Reads Hopper machine code: MMAs that are waited for one by one, and registers written before their MMA has read.
 
 An MMA of a warp group reads its registers while later instructions run. ptxas before 13.3 can lose sight of that when a
 loop is pipelined (triton-lang/triton#9433). The result is then wrong now and then, and no test of values is sure to see
 it.
 """
 
+import itertools
 import re
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
@@ -35,6 +36,12 @@ def loops(sass: str) -> list[list[str]]:
             if any("GMMA" in text for text in body):
                 bodies.append(body)
     return bodies
+
+
+def alone(sass: str) -> int:
+    """MMAs of codes with a wait before the next MMA: where ptxas serializes them, all but a step's last stand so."""
+    found = re.findall(r"QGMMA|HGMMA|WARPGROUP\.DEPBAR", sass)
+    return sum(pair == ("QGMMA", "WARPGROUP.DEPBAR") for pair in itertools.pairwise(found))
 
 
 def overwritten(sass: str) -> list[str]:

@@ -102,13 +102,13 @@ def test_hopper_multiplies_widened_codes_on_its_16_bit_tensor_cores(reports: dic
 def test_hopper_keeps_the_decode_kernels_multiplications_in_flight(reports: dict[int, list[dict]]) -> None:
     """ptxas waits after every MMA, and says so only in a note, where it cannot tell whose registers they write.
 
-    So it does when the main loop holds an MMA of another type. A pipelined kernel waits two or three times in all.
+    So it does when the main loop holds an MMA of another type. A pipelined kernel waits once a step.
     """
     rows = [row for row in reports[90] if name_of(row) == "decode_kernel"]
     assert sum(" w8a16 " in row["kernel"] for row in rows) >= 6, "exact terms of x are codes too"
     for adapters in (" bare ", " one ", " many "):
         assert sum(adapters in row["kernel"] for row in rows) >= 2
-    assert [row for row in rows if not row["qgmma"] or row["waits"] >= row["qgmma"]] == []
+    assert [row for row in rows if not row["qgmma"] or 2 * row["alone"] > row["qgmma"]] == []
 
 
 def test_aligned_shapes_do_not_spill_on_hopper(reports: dict[int, list[dict]]) -> None:

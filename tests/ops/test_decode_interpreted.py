@@ -1,7 +1,8 @@
 """The decode kernel in Triton's interpreter: against fp64, and against the contract's bitwise promises.
 
 Programs run one after the other in the order of the grid, so a program that waited for a later one would wait forever:
-every call has a time limit. The prefetch is inline assembly and programmatic launch is the GPU's: both are off here.
+every call has a time limit. Inline assembly (the prefetch, and how programs wait and leave) and programmatic launch are
+the GPU's: the kernel's plain form of them runs here, and no prefetch.
 """
 
 import signal
@@ -71,8 +72,9 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
 
 def config(m: int = 16, **changes: int) -> Decode:
     defaults = dict(
-        block_m=16 if m <= 16 else 32, block_n=64, block_k=128, num_stages=2, part=256, shrink_r=32,
-        shrink_k=128, shrink_stages=2, split_k=2, b_stages=2, ahead=0, early=1,
+        block_m=16 if m <= 16 else 32 if m <= 32 else 64, block_n=64, block_k=128, num_stages=2, part=256,
+        shrink_m=16, shrink_r=32, shrink_k=128, shrink_stages=2, split_k=2, together=2, b_stages=2, ahead=0,
+        early=1, num_warps=4,
     )  # fmt: skip
     return Decode(**{**defaults, **changes})
 
@@ -100,7 +102,7 @@ def stale(case: Case, padding: int) -> None:
 
 CASES = pairwise(
     {
-        "m": [1, 3, 16, 17, 24, 32],
+        "m": [1, 3, 16, 17, 32, 50, 64],
         "shape": [(256, [64]), (272, [70, 33]), (144, [100]), (400, [64, 16, 20]), (208, [33, 5, 64])],
         "r": [1, 7, 24, 64, 128],
         "slots": [1, 2, 5, 32],
@@ -117,6 +119,7 @@ CASES = pairwise(
         "early": [0, 2, 100],
         "block_k": [64, 128, 256],
         "shrink_r": [32, 64],
+        "together": [1, 2, 4],
     }
 )
 
@@ -125,7 +128,7 @@ CASES = pairwise(
 def test_pairwise(number: int) -> None:
     p = dict(CASES[number])
     m, (k, widths) = p.pop("m"), p.pop("shape")
-    tiles = config(m, **{name: p.pop(name) for name in ("part", "split_k", "early", "block_k", "shrink_r")})
+    tiles = config(m, **{name: p.pop(name) for name in ("part", "split_k", "early", "block_k", "shrink_r", "together")})
     if p["layout"] == "block":
         tiles = config(m, **{**vars(tiles), "block_k": 128})
     compute, codes = p.pop("kind")

@@ -11,7 +11,6 @@ from tests.pairwise import pairwise
 from torch_epilora.ops import dispatch
 from torch_epilora.ops.checks import Call
 from torch_epilora.ops.plan import (
-    DECODE_MAX_TOKENS,
     SHARED_BYTES,
     Decode,
     Expand,
@@ -43,8 +42,8 @@ PROBLEM = Problem(16, 4096, 4096, 64, 1, 5)
 ADA, BLACKWELL = {"capability": (8, 9)}, {"capability": (12, 0)}
 GEMM, SHRINK, EXPAND = Gemm(16, 64, 128, 64, 4, 4), Shrink(16, 32, 128, 4, False, 4, 3), Expand(16, 128, 64, 1, 4, 2)
 DECODE = Decode(
-    block_m=16, block_n=64, block_k=128, num_stages=4, part=1024, shrink_r=32, shrink_k=128,
-    shrink_stages=3, split_k=4, b_stages=2, ahead=0, early=1,
+    block_m=16, block_n=64, block_k=128, num_stages=4, part=1024, shrink_m=16, shrink_r=32, shrink_k=128,
+    shrink_stages=3, split_k=4, together=2, b_stages=2, ahead=0, early=1, num_warps=4,
 )  # fmt: skip
 
 
@@ -87,7 +86,7 @@ def test_every_gpu_of_the_gate_has_its_shared_memory() -> None:
         (Shrink(64, 64, 128, 1, True, 4, 8), {}, "needs 262144 bytes of shared memory, and a block has 232448"),
         (replace(DECODE, block_n=48), {}, "block_n=48 is not a power of two of at least 16"),
         (DECODE, ADA, "compute capability 8.9 has no programmatic dependent launch; 9.0 has"),
-        (DECODE, {"m": 33}, "33 tokens are more than the 32 of one tile"),
+        (DECODE, {"m": 65}, "65 tokens are more than the 64 of one tile"),
         (DECODE, {"rank": 129}, "rank 129 is more than the 128 of one tile"),
         (DECODE, {"groups": 129}, "129 groups are more than the 128 it holds in registers"),
         (DECODE, {"dtype": torch.float32}, "float32 activations have no tensor cores to use"),
@@ -95,7 +94,7 @@ def test_every_gpu_of_the_gate_has_its_shared_memory() -> None:
         (replace(DECODE, block_k=256), {"layout": "block"}, "block_k=256 must be 128 under 128x128 scales"),
         # the pipeline and one B and h; the groups' B in flight; the shrink's pipeline
         (replace(DECODE, num_stages=32), {}, "needs 337920 bytes of shared memory, and a block has 232448"),
-        (replace(DECODE, b_stages=16), {"rank": 128}, "needs 268288 bytes of shared memory, and a block has 232448"),
+        (replace(DECODE, b_stages=8), {"rank": 128}, "needs 268288 bytes of shared memory, and a block has 232448"),
         (replace(DECODE, shrink_stages=9), BLACKWELL, "needs 110592 bytes of shared memory, and a block has 101376"),
         (Expand(64, 128, 128, 1, 8, 8), BLACKWELL, "needs 393216 bytes of shared memory, and a block has 101376"),
         (GEMM, {"capability": (8, 0)}, "compute capability 8.0 has no FP8 tensor cores; 8.9 or later has"),
@@ -176,18 +175,37 @@ def test_ranks_bound_the_tiles() -> None:
 
 
 @pytest.mark.parametrize("capability", GPUS[1:], ids=lambda c: f"sm_{c[0]}{c[1]}")
-@pytest.mark.parametrize("change", [{}, {"rank": 0, "groups": 1}, {"layout": "block"}, {"compute": "w8a16"}], ids=str)
-def test_decode_serves_up_to_32_tokens(capability: tuple[int, int], change: dict) -> None:
-    for m in range(1, DECODE_MAX_TOKENS + 1):
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        ({}, 64),
+        ({"rank": 0, "groups": 1}, 64),
+        ({"layout": "block"}, 64),
+        ({"compute": "w8a16"}, 32),
+        ({"compute": "w8a16", "dtype": torch.float16}, 16),
+    ],
+    ids=str,
+)
+def test_decode_serves_as_many_tokens_as_its_tile_holds(capability: tuple[int, int], change: dict, most: int) -> None:
+    for m in range(1, most + 1):
         plan = make_plan(replace(PROBLEM, m=m, capability=capability, **change))
-        assert (plan.path, plan.base) == ("decode", "own") and "at most 32 tokens" in plan.reason
+        assert (plan.path, plan.base) == ("decode", "own") and f"at most {most} tokens" in plan.reason
         assert plan.decode.block_m >= m
-    assert make_plan(replace(PROBLEM, m=33, capability=capability, **change)).path != "decode"
+    assert make_plan(replace(PROBLEM, m=most + 1, capability=capability, **change)).path != "decode"
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"m": 33}, {"rank": 129}, {"dtype": torch.float32}, {"k": 4104}, {"groups": 129}, ADA, {"capability": (8, 0)}],
+    [
+        {"m": 65},
+        {"m": 33, "compute": "w8a16"},
+        {"rank": 129},
+        {"dtype": torch.float32},
+        {"k": 4104},
+        {"groups": 129},
+        ADA,
+        {"capability": (8, 0)},
+    ],
     ids=str,
 )
 def test_other_paths_serve_what_the_decode_kernel_refuses(change: dict) -> None:
@@ -273,9 +291,9 @@ def test_shared_bytes_grows_with_every_tile() -> None:
 
 
 def test_decode_tiles_fit_whatever_the_kernel_takes() -> None:
-    """Nothing but a missing ability of the kernel sends up to 32 tokens elsewhere: shared memory never does."""
+    """Nothing but a missing ability of the kernel sends a decode batch elsewhere: shared memory never does."""
     for m, r, groups, k, n, capability in itertools.product(
-        (1, 4, 16, 32),
+        (1, 4, 16, 32, 64),
         (0, 16, 64, 128),
         (2, 9, 128),
         (16, 144, 4096, 32768),
@@ -283,8 +301,10 @@ def test_decode_tiles_fit_whatever_the_kernel_takes() -> None:
         [(9, 0), (10, 0), (12, 0)],
     ):
         for layout, compute in itertools.product(("channel", "block"), ("w8a8", "w8a16")):
-            p = Problem(m, n, k, r, 2, groups, layout, compute, torch.float16, capability)
-            assert make_plan(p).path == "decode", p
+            dtype = torch.float16 if compute == "w8a8" or m <= 16 else torch.bfloat16
+            p = Problem(m, n, k, r, 2, groups, layout, compute, dtype, capability)
+            if compute == "w8a8" or m <= 32:
+                assert make_plan(p).path == "decode", p
 
 
 def test_a_decode_tile_must_hold_all_tokens() -> None:

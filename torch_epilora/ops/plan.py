@@ -16,10 +16,11 @@ SHARED_BYTES = {(8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0)
 MULTIPROCESSORS = 132
 """Multiprocessors that plans fill: a Hopper GPU's. Another count changes how well a plan fits, never its result."""
 
-DECODE_MAX_TOKENS = 32
+DECODE_MAX_TOKENS = 64
 DECODE_MAX_RANK = 128
 DECODE_MAX_GROUPS = 128
-"""What one tile of the decode kernel holds: all tokens, all ranks of a slot, and the batch's groups in registers."""
+"""What one tile of the decode kernel holds: all tokens, each as often as it has codes, all ranks of a slot, and the
+batch's groups in registers."""
 
 FUSED_MAX_TOKENS = 32
 FUSED_MAX_ADAPTERS = 2
@@ -107,10 +108,11 @@ class Expand:
 class Decode:
     """Tiles of the decode kernel: the GEMM's tokens, outputs and inputs a block, then those of its other two roles.
 
-    A block of the quantizer takes ``part`` columns of a row; one of the shrink makes ``shrink_r`` ranks from its share
-    of the inputs, one of ``split_k``, ``shrink_k`` at a time. ``b_stages`` groups' B are in flight at once. ``ahead``
-    bytes of each row of weights are asked for before the kernel before this one has ended, and B and h are read
-    ``early`` steps before the main loop ends.
+    A block of the quantizer takes ``part`` columns of a row; one of the shrink makes ``shrink_r`` ranks of
+    ``shrink_m`` rows from its share of the inputs, one of ``split_k``, ``shrink_k`` at a time. The GEMM makes
+    ``together`` up-projections at once if there are many, with ``b_stages`` times as many in flight. ``ahead`` bytes of
+    each row of weights are asked for before the kernel before this one has ended, and B and h are read ``early`` steps
+    before the main loop ends.
     """
 
     block_m: int
@@ -118,14 +120,16 @@ class Decode:
     block_k: int
     num_stages: int
     part: int
+    shrink_m: int
     shrink_r: int
     shrink_k: int
     shrink_stages: int
     split_k: int
+    together: int
     b_stages: int
     ahead: int
     early: int
-    num_warps: int = 4
+    num_warps: int
 
 
 @dataclass(frozen=True)
@@ -155,12 +159,12 @@ def shared_bytes(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> i
         epilogue = (config.block_n + config.block_m) * config.block_r * full
         return max(stage * config.num_stages + widened, epilogue, config.block_n * config.block_m * full)
     if isinstance(config, Decode):
-        stage = (config.block_n + config.block_m * _terms(problem)) * config.block_k
+        stage = (config.block_n + config.block_m * _columns(problem)) * config.block_k
         scales = (config.block_n + config.block_m) * 4 * (problem.layout == "block")
         stage += scales
         rank = _rank_block(problem, DECODE_MAX_RANK) * full
-        shrink = (config.block_m + config.shrink_r) * config.shrink_k * full * config.shrink_stages
-        late = rank * (_together(problem) * config.block_n * config.b_stages + config.block_m)
+        shrink = (config.shrink_m + config.shrink_r) * config.shrink_k * full * config.shrink_stages
+        late = rank * (config.together * config.block_n * config.b_stages + config.block_m)
         early = stage * config.num_stages + rank * (config.block_n + config.block_m)
         scratch = 2 << 10  # of reductions
         return max(early, shrink, late + scales * config.num_stages + scratch)
@@ -218,8 +222,9 @@ def _decode_refusal(p: Problem) -> str | None:
     """Say why the decode kernel cannot run a problem with any tiles, or None if it can."""
     if p.capability < (9, 0):
         return f"compute capability {p.capability[0]}.{p.capability[1]} has no programmatic dependent launch; 9.0 has"
-    if p.m > DECODE_MAX_TOKENS:
-        return f"{p.m} tokens are more than the {DECODE_MAX_TOKENS} of one tile"
+    most = DECODE_MAX_TOKENS // _columns(p)
+    if p.m > most:
+        return f"{p.m} tokens are more than the {most} of one tile"
     if p.rank > DECODE_MAX_RANK:
         return f"rank {p.rank} is more than the {DECODE_MAX_RANK} of one tile"
     if p.groups > DECODE_MAX_GROUPS:
@@ -325,45 +330,55 @@ def _expand(p: Problem) -> Expand:
     return Expand(block_m, block_n, _rank_block(p, 64), _power_of_two(tiles // (2 * MULTIPROCESSORS), 8), 4, 3)
 
 
-def _terms(p: Problem) -> int:
-    """Columns of the decode kernel's GEMM a token takes: codes whose sum is x under w8a16, to a power of two."""
-    return 1 if p.compute == "w8a8" else 2 if p.dtype == torch.bfloat16 else 4
+def terms(compute: str, dtype: torch.dtype) -> int:
+    """Codes that the decode kernel multiplies for each activation: under w8a16 as many as hold it exactly."""
+    return 1 if compute == "w8a8" else 2 if dtype == torch.bfloat16 else 3
 
 
-def _together(p: Problem) -> int:
-    """Up-projections the decode kernel makes at once when there are many: as many as do not spill registers."""
-    return 2 if p.rank <= 64 else 1
+def _columns(p: Problem) -> int:
+    """Columns of the decode kernel's GEMM a token takes: its terms, to a power of two."""
+    return 1 << (terms(p.compute, p.dtype) - 1).bit_length()
 
 
 def _decode(p: Problem) -> Decode:
-    block_m = 16 if p.m <= 16 else 32
+    block_m = next((size for size in (16, 32) if p.m <= size), 64)
     programs, adapters, long = -(-p.n // 64), min(p.groups - 1, p.m), p.k > 8192
-    one_wave, many = programs <= MULTIPROCESSORS, adapters > 1
+    one_wave, many, large = programs <= MULTIPROCESSORS, adapters > 1, p.m > 32
     # a block with a multiprocessor to itself keeps much in flight; several hide each other's ends
-    blocks = 2 if one_wave and not (many and programs > 80) else 3
-    if long and not many and one_wave:
-        blocks = 1
-    wide = blocks < 3 or (_terms(p) == 1 and (p.m <= 16) != one_wave)
+    if one_wave and (programs <= MULTIPROCESSORS // 2 if many else long):
+        blocks = 2 if many and block_m == 32 else 1
+    elif large:
+        blocks = 2 if many else 1 if one_wave else 3
+    else:
+        blocks = 2 if one_wave and not (many and programs > 80) else 3
+    wide = one_wave if large else blocks < 3 or (_columns(p) == 1 and (p.m <= 16) != one_wave)
     # Triton 3.7 cannot compile w8a16's narrower steps for sm_100
-    wide = wide or (_terms(p) > 1 and p.capability[0] == 10)
+    wide = wide or (_columns(p) > 1 and p.capability[0] == 10)
     block_k = 2 * BLOCK if wide and p.layout != "block" and _roomy(p) else BLOCK
-    stage = (64 + block_m * _terms(p)) * block_k
+    stage = (64 + block_m * _columns(p)) * block_k
     limit, rest = SHARED_BYTES.get(p.capability, 0), (2 << 10) if many else (12 << 10)
     beside = _rank_block(p, DECODE_MAX_RANK) * (64 + block_m) * _size(p.dtype)
-    stages = max(2, min(8, (limit // blocks - rest) // stage, (limit - beside) // (stage + 4 * (64 + block_m))))
+    most = 5 if large and one_wave and not long else 6 if many and blocks == 1 else 8
+    stages = max(2, min(most, (limit // blocks - rest) // stage, (limit - beside) // (stage + 4 * (64 + block_m))))
     tiles = max(adapters, 1) * p.slices * -(-max(p.rank, 1) // 64)
     split = 8 if long else 4
     if many:
-        split = max(2, _power_of_two((160 if one_wave else 256) // tiles, 4 if one_wave and not long else 8))
+        share = (160 if one_wave else 256) // (2 if large else 1)
+        split = max(1 if large else 2, _power_of_two(share // tiles, 4 if one_wave else 8))
     split = min(split, _power_of_two(p.k // 256, 8))
-    part = (2048 if p.m > 16 else 1024) if not long or not many else 4096
-    if one_wave and not many:  # quantizer, shrink and GEMM at once on the GPU, where they can
+    part = 8192 if long and (many or large) else 4096 if large else 2048 if p.m > 16 else 1024
+    if one_wave and not many and not large:  # quantizer, shrink and GEMM at once on the GPU, where they can
         room = MULTIPROCESSORS - programs - tiles * split
         part = next((size for size in (1024, 2048) if p.m * -(-p.k // size) <= room), 4096)
+    whole = large and not many  # one adapter's A is read once, not once for each 16 rows
     return Decode(
-        block_m, 64, block_k, stages, part=part, shrink_r=_rank_block(p, 64), shrink_k=BLOCK,
-        shrink_stages=3 if not _roomy(p) or (blocks == 3 and not many) else 4, split_k=split, b_stages=4,
+        block_m, 64, block_k, stages, part=part, shrink_m=64 if whole else 16 if many else block_m,
+        shrink_r=_rank_block(p, 64), shrink_k=64 if whole else BLOCK,
+        shrink_stages=3 if not _roomy(p) or (blocks == 3 and not many) else 4, split_k=split,
+        together=2 if p.rank <= 64 and not large else 1,  # more would spill registers
+        b_stages=4 if one_wave or p.m > 16 else 3,
         ahead=1024 if one_wave and 1024 <= p.k <= 8192 else 512 if long and p.m <= 16 else 0, early=2,
+        num_warps=8 if large and (many or p.rank > 64 or p.layout == "block") else 4,  # or 64 columns spill registers
     )  # fmt: skip
 
 
@@ -376,7 +391,8 @@ def _plan(problem: Problem) -> Plan:
     refused = vendor_refusal(problem)
     base = "own" if refused or problem.m <= OWN_MAX_TOKENS else "vendor"
     if refusal(tiles[3], problem) is None:
-        reason = f"at most {DECODE_MAX_TOKENS} tokens: one kernel in which quantizer, shrink and GEMM overlap"
+        most = DECODE_MAX_TOKENS // _columns(problem)
+        reason = f"at most {most} tokens: one kernel in which quantizer, shrink and GEMM overlap"
         return Plan("decode", reason, "own", *tiles)
     if problem.m <= FUSED_MAX_TOKENS and min(problem.groups - 1, problem.m) <= FUSED_MAX_ADAPTERS:
         reason = f"at most {FUSED_MAX_TOKENS} tokens and {FUSED_MAX_ADAPTERS} adapters: cheapest in the GEMM's epilogue"

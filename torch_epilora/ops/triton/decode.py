@@ -15,12 +15,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_epilora.ops.checks import BLOCK, Groups, aligned
-from torch_epilora.ops.plan import Decode
+from torch_epilora.ops.plan import Decode, terms
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.common import (
     column_tile,
     on_device,
     pick,
+    row_tile,
     slot_rank,
     slot_scaling,
     sum_of,
@@ -29,7 +30,7 @@ from torch_epilora.ops.triton.common import (
 from torch_epilora.ops.triton.linear import LAYOUTS, settle, step
 from torch_epilora.ops.triton.shrink import shrink_sum, stride_or_zero
 from torch_epilora.ops.triton.signals import HEADER, take_signal
-from torch_epilora.ops.triton.sync import CODES, TILES, announce, arrive, leave, prefetch, reset, wait_for
+from torch_epilora.ops.triton.sync import CODES, LEFT, TILES, announce, arrive, clear, leave, prefetch, wait_for
 
 _HEADER = tl.constexpr(HEADER)
 
@@ -52,21 +53,19 @@ def shrink_tile(
     BM: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, RANK_TILES: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Make one K-split of an active group's [BM, BR] tile of h; the split that ends last adds all in order.
+    """Make one K-split of a [BM, BR] tile of h, of rows of one group; the split that ends last adds all in order.
 
-    A tile beyond the active groups is announced as it is, so that a frozen grid expects one number of tiles.
+    A tile beyond the last is announced as it is, so that a frozen grid expects one number of tiles.
     """
-    g, ids, _, active = groups_of(ids_ptr, counts_ptr, num_groups, num_slots, GROUPS)
-    turn = tl.cumsum(active.to(tl.int32), 0)
     split = pid % SPLIT
     tile = pid // SPLIT
     slice_index = (tile // RANK_TILES) % len(a_ptrs)
     number = tile // (RANK_TILES * len(a_ptrs))
+    group, first = row_tile(number, ids_ptr, counts_ptr, num_groups, num_slots, GROUPS, BM)
     last = split == 0
-    if number < tl.max(turn, 0):
-        group = tl.sum(tl.where(active & (turn == number + 1), g, 0), 0)
-        slot = tl.sum(tl.where(g == group, ids, 0), 0)
-        rows, valid = tile_rows(group, 0, sorted_ptr, counts_ptr, starts_ptr, M, BM)
+    if group >= 0:
+        slot = tl.load(ids_ptr + group)
+        rows, valid = tile_rows(group, first, sorted_ptr, counts_ptr, starts_ptr, M, BM)
         rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
         r = (tile % RANK_TILES) * BR + tl.arange(0, BR)
         a_ptr = pick(a_ptrs, slice_index) + slot.to(tl.int64) * stride_al
@@ -162,9 +161,10 @@ def decode_kernel(
     GROUPS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr, LORA: tl.constexpr, MANY: tl.constexpr,
     QUANTIZE: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, CHUNKS: tl.constexpr, BQ: tl.constexpr,
-    PART: tl.constexpr, RANK_TILES: tl.constexpr, SPLIT: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr,
-    SHRINK_STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
-    STAGES: tl.constexpr, B_STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    PART: tl.constexpr, RANK_TILES: tl.constexpr, SPLIT: tl.constexpr, SHRINK_M: tl.constexpr,
+    SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr, SHRINK_STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, B_STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program of one of the roles; the GEMM's make BN outputs of one slice for all rows.
 
@@ -192,7 +192,7 @@ def decode_kernel(
                 pid - quantize_programs, x_ptr, planes_ptr, h_ptr, signal_ptr, a_ptrs, rank_ptr, scaling_ptr,
                 sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
                 M, K, R, num_groups, num_slots, stride_xm, stride_al, stride_ar, rank_stride, scaling_stride,
-                GROUPS, HAS_RANK, HAS_SCALING, BM, SHRINK_R, SHRINK_K, RANK_TILES, SPLIT, SHRINK_STAGES,
+                GROUPS, HAS_RANK, HAS_SCALING, SHRINK_M, SHRINK_R, SHRINK_K, RANK_TILES, SPLIT, SHRINK_STAGES,
             )  # fmt: skip
             return
     tile = pid - quantize_programs - shrink_programs
@@ -247,7 +247,7 @@ def decode_kernel(
     if QUANTIZE >= 0:
         wait_for(signal_ptr + CODES, quantize_programs)
         if not LORA:
-            ticket = leave(signal_ptr)
+            ticket = leave(signal_ptr + LEFT)
     if not X_BLOCKS:
         x_scale = tl.load(x_scale_ptr + rows.to(tl.int64) * stride_sm, mask=valid, other=0.0)
     PROMOTE: tl.constexpr = TERMS > 1 and LAYOUT != 2
@@ -273,7 +273,7 @@ def decode_kernel(
                     slot = first_slot(ids, active, GROUPS)
                     b = load_b(slot + n * 0, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn)
                 wait_for(signal_ptr + TILES, shrink_tiles)
-                ticket = leave(signal_ptr)
+                ticket = leave(signal_ptr + LEFT)
                 h = tl.load(h_ptrs, mask=h_mask, other=0.0)
     if PDL and (MANY or not LORA):
         gdc_launch_dependents()
@@ -293,14 +293,13 @@ def decode_kernel(
         lora = tl.zeros([BN, BM], tl.float32)
         if MANY:
             wait_for(signal_ptr + TILES, shrink_tiles)
-            ticket = leave(signal_ptr)
+            ticket = leave(signal_ptr + LEFT)
             h = tl.load(h_ptrs, mask=h_mask, other=0.0)
             ranks = tl.zeros([BM], tl.int32)
             if HAS_RANK:
                 ranks = tl.load(rank_ptr + slice_index * rank_stride + slots, mask=rows < last, other=0)
                 mine = tl.where(tl.sum(tl.where(mine[:, None] == rows[None, :], ranks[None, :], 0), 1) > 0, mine, -1)
-            # several turns a step, one below the other: their MMAs do not wait for each other; wide ones would spill
-            TOGETHER: tl.constexpr = 2 if BR <= 64 else 1
+            # several turns a step, one below the other: their MMAs do not wait for each other
             which = tl.arange(0, TOGETHER * BN) // BN
             n_of = inner + tl.arange(0, TOGETHER * BN) % BN
             for i in tl.range(0, last, TOGETHER, num_stages=B_STAGES):
@@ -335,7 +334,8 @@ def decode_kernel(
     y_ptrs = y_ptr + rows.to(tl.int64)[None, :] * sum_of(widths) + n[:, None]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=valid[None, :] & n_valid[:, None])
     if LORA or QUANTIZE >= 0:
-        reset(signal_ptr, ticket, linear_programs)
+        for i in tl.static_range(_HEADER):
+            clear(signal_ptr + i, ticket, linear_programs - 1)
 
 
 def decode(
@@ -382,9 +382,11 @@ def decode(
     slots, r = (a[0].shape[0], a[0].shape[1]) if lora else (0, 1)
     num_groups = groups.ids.shape[0] if groups is not None and lora else 1
     active = min(num_groups, slots, m)
+    # each tile of a group but its first is full before it
+    row_tiles = active + (m - active) // config.shrink_m if lora else 0
     shrink_r = min(max(triton.next_power_of_2(r), 16), config.shrink_r)
     rank_tiles = triton.cdiv(r, shrink_r)
-    tiles = active * slices * rank_tiles if h is None else 0
+    tiles = row_tiles * slices * rank_tiles if h is None else 0
     planes = y
     if h is None:
         h = torch.empty((m, slices, r), dtype=x.dtype, device=x.device) if lora else y
@@ -392,11 +394,11 @@ def decode(
         planes = torch.empty((config.split_k, m, slices, r), dtype=torch.float32, device=x.device)
     widths = tuple(t.shape[1] for t in b) if lora else (n,)
     linear_programs = sum(triton.cdiv(w, config.block_n) for w in widths)
-    terms = 1 if quantize != q.TERMS else 2 if x.dtype == torch.bfloat16 else 3
+    codes = terms("w8a16" if quantize == q.TERMS else "w8a8", x.dtype)
     operand = x if x_codes is None else x_codes
     per_row = x_scale is not None and quantize != q.STATIC and x_scale.shape[0] == m
     if quantize >= 0:
-        operand, made = q.empty_codes(m * terms, k, quantize, x.device)
+        operand, made = q.empty_codes(m * codes, k, quantize, x.device)
         if made is not None:
             x_scale, per_row = made, True
     quantize_programs = m * triton.cdiv(k, config.part) if quantize >= 0 else 0
@@ -411,16 +413,16 @@ def decode(
             x.stride(0), operand.stride(0), x_scale.stride(0) if per_row else 0, weight.stride(0),
             a[0].stride(0) if lora else 0, a[0].stride(1) if lora else 0, tuple(t.stride(0) for t in b) or (0,),
             b[0].stride(1) if lora else 0, stride_or_zero(rank), stride_or_zero(scaling), triton.cdiv(k, BLOCK), widths,
-            GROUPS=triton.next_power_of_2(num_groups), LAYOUT=LAYOUTS[layout], TERMS=terms,
+            GROUPS=triton.next_power_of_2(num_groups), LAYOUT=LAYOUTS[layout], TERMS=codes,
             LORA=lora, MANY=active > 1, QUANTIZE=quantize, HAS_RANK=rank is not None, HAS_SCALING=scaling is not None,
             HAS_LORA_BIAS=bool(b_bias), HAS_BIAS=bias is not None, EVEN_K=k % config.block_k == 0,
             CHUNKS=triton.cdiv(k, chunk) if quantize in (q.TOKEN, q.TERMS) else 1, BQ=chunk,
             PART=config.part if quantize >= 0 else BLOCK, RANK_TILES=rank_tiles,
-            SPLIT=config.split_k if tiles else 1, SHRINK_R=shrink_r, SHRINK_K=config.shrink_k,
+            SPLIT=config.split_k if tiles else 1, SHRINK_M=config.shrink_m, SHRINK_R=shrink_r, SHRINK_K=config.shrink_k,
             SHRINK_STAGES=config.shrink_stages, BM=config.block_m, BN=config.block_n, BK=config.block_k,
-            BR=max(triton.next_power_of_2(r), 16), STAGES=config.num_stages, B_STAGES=config.b_stages,
-            AHEAD=config.ahead if quantize >= 0 and aligned(weight) else 0, EARLY=config.early,
-            PDL=pdl, num_warps=config.num_warps,
+            BR=max(triton.next_power_of_2(r), 16), STAGES=config.num_stages, TOGETHER=config.together,
+            B_STAGES=config.b_stages, AHEAD=config.ahead if quantize >= 0 and aligned(weight) else 0,
+            EARLY=config.early, PDL=pdl, num_warps=config.num_warps,
             # as in K2: rows without adapter must round as the bare base does
             enable_fp_fusion=layout == "block",
             **({"launch_pdl": True} if pdl else {}),

@@ -80,13 +80,15 @@ def quantize_part(
     for what is below 2^-22 of a row's largest.
     """
     cols = part * PART + tl.arange(0, PART)
-    x = tl.load(x_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
+    # the weights streaming through the L2 cache should not drive x out of it, which is read again
+    x = tl.load(x_ptr + cols, mask=cols < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
     if MODE == 0 or MODE == 3:
         every = tl.arange(0, BQ)
         amax = tl.zeros([BQ], tl.float32)
         for i in tl.static_range(CHUNKS):
-            chunk = tl.load(x_ptr + i * BQ + every, mask=i * BQ + every < K, other=0.0).to(tl.float32)
-            amax = larger(amax, tl.abs(chunk))
+            inside = i * BQ + every < K
+            chunk = tl.load(x_ptr + i * BQ + every, mask=inside, other=0.0, eviction_policy="evict_last")
+            amax = larger(amax, tl.abs(chunk.to(tl.float32)))
         amax = tl.reduce(amax, 0, larger)
         if MODE == 3:
             scale, reciprocal = binary_scale(amax)

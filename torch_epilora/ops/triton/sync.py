@@ -4,9 +4,7 @@ import triton
 import triton.language as tl
 
 from torch_epilora.ops.triton.common import ASM
-from torch_epilora.ops.triton.signals import HEADER
 
-_HEADER = tl.constexpr(HEADER)
 CODES, TILES, LEFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What a signal's first integers count: quantizing programs and tiles of h that are done, GEMM programs that left."""
 
@@ -70,8 +68,8 @@ def wait_for(counter, expected):
 
 
 @triton.jit
-def leave(signal_ptr):
-    """Count this program as one that has done its last waiting; return for ``reset`` how many came before.
+def leave(counter):
+    """Count this program as one that has done its last waiting; return for ``clear`` how many were counted before.
 
     The number is on its way when this returns, in one thread's register alone: nothing waits for it before its use.
     """
@@ -85,27 +83,24 @@ def leave(signal_ptr):
             mov.b32 $0, -1;
             @first atom.relaxed.gpu.global.add.s32 $0, [$1], 1;
             }""",
-            "=r,l", [(signal_ptr + LEFT).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,l", [counter.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        return tl.atomic_add(signal_ptr + LEFT, 1, sem="relaxed")
+        return tl.atomic_add(counter, 1, sem="relaxed")
 
 
 @triton.jit
-def reset(signal_ptr, ticket, programs):
-    """Leave the counters at zero for the next call if this program was the last of ``programs`` to leave."""
+def clear(counter, ticket, last):
+    """Leave a counter at zero for the next call if this program was the last one to ``leave``."""
     if ASM:
         tl.inline_asm_elementwise(
             """{
-            .reg .pred last;
-            setp.eq.s32 last, $1, $2;
-            @last st.global.s32 [$3], 0;
-            @last st.global.s32 [$3 + 4], 0;
-            @last st.global.s32 [$3 + 8], 0;
+            .reg .pred mine;
+            setp.eq.s32 mine, $1, $2;
+            @mine st.global.s32 [$3], 0;
             mov.b32 $0, 0;
             }""",
-            "=r,r,r,l", [ticket, programs - 1, signal_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,r,r,l", [ticket, last, counter.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-    elif ticket == programs - 1:
-        for i in tl.static_range(_HEADER):
-            tl.store(signal_ptr + i, 0)
+    elif ticket == last:
+        tl.store(counter, 0)
