@@ -346,7 +346,7 @@ def _decode(p: Problem) -> Decode:
     one_wave, many, large = programs <= MULTIPROCESSORS, adapters > 1, p.m > 32
     # a block with a multiprocessor to itself keeps much in flight; several hide each other's ends
     if one_wave and (programs <= MULTIPROCESSORS // 2 if many else long):
-        blocks = 2 if many and block_m == 32 else 1
+        blocks = 2 if many and not large and (not long or block_m == 32) else 1
     elif large:
         blocks = 2 if many else 1 if one_wave else 3
     else:
