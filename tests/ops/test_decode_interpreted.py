@@ -349,13 +349,18 @@ def test_a_row_in_parts_has_the_quantizers_codes_and_scales(mode: str, part: int
     assert torch.equal(codes.view(torch.uint8)[~nan], want.view(torch.uint8)[~nan])
 
 
-@pytest.mark.parametrize(("dtype", "terms"), [(torch.bfloat16, 2), (torch.float16, 3)], ids=str)
-def test_the_terms_of_w8a16_add_up_to_x(dtype: torch.dtype, terms: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "terms", "size"),
+    [(torch.bfloat16, 2, 0), (torch.bfloat16, 2, -100), (torch.bfloat16, 2, -123), (torch.float16, 3, 0)],
+    ids=str,
+)
+def test_the_terms_of_w8a16_add_up_to_x(dtype: torch.dtype, terms: int, size: int) -> None:
     """Exactly, down to 2^-13 of a row's largest; below that to 2^-22 of it. What is not finite stays so."""
     from torch_epilora.ops.triton import quantize as q
 
     spread = torch.exp2(torch.randint(-40, 1, (8, 400)).float())
     x = (torch.randn(8, 400) * spread * torch.tensor([0.0, 1e-4, 1e-3, 1.0, 50.0, 1e3, 2e4, 1.0])[:, None]).to(dtype)
+    x *= 2.0**size
     x[3, :3], x[7, 5], x[7, 6] = torch.tensor([448.0, -511.0, 0.0]).to(dtype), float("inf"), float("nan")
     codes, scale = torch.empty((terms * 8, 400), dtype=torch.float8_e4m3fn), torch.full((8, 1), -1.0)
     parts_kernel[(8, 4)](x, codes, scale, 400, 1, q.quantize_part, q.TERMS, terms, 4, 128, 128)

@@ -398,7 +398,7 @@ def decode(
     operand = x if x_codes is None else x_codes
     per_row = x_scale is not None and quantize != q.STATIC and x_scale.shape[0] == m
     if quantize >= 0:
-        operand, made = q.empty_codes(m * codes, k, quantize, x.device)
+        operand, made = q.empty_codes(m, k, quantize, x.device, terms=codes)
         if made is not None:
             x_scale, per_row = made, True
     quantize_programs = m * triton.cdiv(k, config.part) if quantize >= 0 else 0

@@ -62,8 +62,11 @@ def group_scale(amax):
 
 @triton.jit
 def binary_scale(amax):
-    """Return a power of two and its reciprocal, which brings a row's largest magnitude into [2^7, 2^8)."""
-    exponent = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 32), 254)
+    """Return a power of two and its reciprocal, which brings a row's largest magnitude into [2^7, 2^8).
+
+    Below 2^-119 it stays under that, as the scale would be no normal number; bf16 has no digits there to lose.
+    """
+    exponent = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 8), 254)
     scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
     return scale, ((261 - exponent) << 23).to(tl.float32, bitcast=True)
 
@@ -158,9 +161,11 @@ def row_block(k: int) -> int:
     return min(max(triton.next_power_of_2(k), BLOCK), 4096)
 
 
-def empty_codes(rows: int, k: int, mode: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Room for what a mode makes of rows of K: its codes, and its scales but for STATIC."""
-    codes = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=device)
+def empty_codes(
+    rows: int, k: int, mode: int, device: torch.device, *, terms: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """Room for what a mode makes of rows of K: ``terms`` codes of each value, and their scales but for STATIC."""
+    codes = torch.empty((rows * terms, k), dtype=torch.float8_e4m3fn, device=device)
     if mode == STATIC:
         return codes, None
     groups = -(-k // BLOCK) if mode == GROUP else 1
