@@ -2,11 +2,13 @@
 
     python -m benchmarks.layer --tokens 16 256 2048 --adapters 1 32 --out benchmarks/results/h200/layer_channel.json
     python -m benchmarks.layer --tokens 1 16 32 --adapters 1 8 32 --compute w8a8 w8a16 --out .../decode_channel.json
+    python -m benchmarks.layer --tokens 64 256 --adapters 32 --rank 128 --batch mixed --out .../tenants_mixed.json
 
 Prints microseconds a layer (the four projections summed) and writes every figure with GPU, versions and commit.
-Weights are rotated so that none comes from L2. Each system's output is compared with fp64 before it is timed, its
-memory full of NaN when it starts. The whole measurement of a projection is repeated; its mean counts, and the least and
-the most are kept as its spread. A tensor-parallel shard is one rank's share, without communication.
+Weights are rotated so that none comes from L2; ``--batch`` says whose the rows are (``benchmarks/batches.py``). Each
+system's output is compared with fp64 before it is timed, its memory full of NaN when it starts. The whole measurement
+of a projection is repeated; its mean counts, and the least and the most are kept as its spread. A tensor-parallel shard
+is one rank's share, without communication.
 
 The library's systems: ``bare`` has no adapters and ``none`` has them but no row uses one; ``decode`` (up to 64 tokens),
 ``fused`` and ``hybrid`` are its paths, and ``ours`` repeats the figure of the one that the plan takes. ``bare_codes``
@@ -29,7 +31,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from benchmarks import peers, sglang_part
+from benchmarks import batches, peers, sglang_part
 from benchmarks.models import MODELS
 from benchmarks.peers import Call
 from benchmarks.timing import copies, environment
@@ -122,9 +124,10 @@ def measure(
 ) -> tuple[list[dict], dict]:
     """Microseconds of every system on one projection, one dict a repeat; and what else is known about it."""
     case = make_case(
-        m, k, widths, options.rank, slots, layout=options.layout, compute=compute, popularity="distinct",
-        mixed_ranks=False, poison=False, bias=False, device=DEVICE,
+        m, k, widths, options.rank, slots, layout=options.layout, compute=compute, mixed_ranks=False, poison=False,
+        bias=False, device=DEVICE,
     )  # fmt: skip
+    batches.deal(case, options.batch)
     # make_case has a row of zeros, which vLLM's quantizer divides by its slow branch: real activations have none
     case.x.copy_(torch.randn_like(case.x))
     n = sum(widths)
@@ -169,7 +172,7 @@ def layer_row(model: str, m: int, slots: int, compute: str, options: argparse.Na
         projections[name] = {**summary(samples, 2), **known}
         torch.cuda.empty_cache()
     head = {"model": model, "tokens": m, "adapters": slots, "rank": options.rank}
-    head |= {"layout": options.layout, "compute": compute}
+    head |= {"layout": options.layout, "compute": compute, "batch": options.batch}
     return {**head, **summary(added(repeats), 1), "projections": projections}
 
 
@@ -180,6 +183,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 2048])
     parser.add_argument("--adapters", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--batch", default="even", choices=batches.KINDS)
     parser.add_argument("--layout", default="channel", choices=["tensor", "channel", "block"])
     parser.add_argument("--compute", nargs="+", default=["w8a8"], choices=["w8a8", "w8a16"])
     parser.add_argument("--systems", nargs="+", choices=[*OURS, *peers.NAMES], help="default: all that fit a case")

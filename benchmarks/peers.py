@@ -103,6 +103,13 @@ def _scaled_b(case: Case) -> list[Tensor]:
     return [(b * case.scaling[i, :, None, None]).to(b.dtype) for i, b in enumerate(case.b)]
 
 
+def _ranks(case: Case) -> Tensor:
+    """Each adapter's rank, the same in every slice here."""
+    slots, rank = case.a[0].shape[:2]
+    full = torch.full((slots,), rank, dtype=torch.int32, device=case.x.device)
+    return full if case.rank is None else case.rank[0].clone()
+
+
 def _row_slots(case: Case) -> Tensor:
     return torch.tensor(case.row_slots, dtype=torch.int32, device=case.x.device)
 
@@ -140,7 +147,7 @@ def sglang_lora(case: Case, bases: list[Call]) -> list[Call]:
     runner = sglang.Runner(sglang.Workspace(), max_loras=slots, device=device)
     runner.begin_batch(
         token_slots=_row_slots(case),
-        lora_ranks=torch.full((slots,), rank, dtype=torch.int32, device=device),
+        lora_ranks=_ranks(case),
         scalings=torch.ones(slots, device=device),
         num_tokens=m,
         phase=phase,

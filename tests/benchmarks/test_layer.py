@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import layer, read_rate, sglang_part
+from benchmarks import batches, layer, peers, read_rate, sglang_part
 from benchmarks.models import MODELS, shard
 from tests.cases import make_case, oracle, sqnr
 
@@ -54,6 +54,32 @@ def test_the_librarys_systems_compute_what_their_columns_say(monkeypatch, m, com
     assert all(value > 50 for value in db.values())
     assert sqnr(calls["bare"][0](), want) < 20  # the adapters are no rounding error
     assert not torch.equal(calls["bare"][0](), calls["bare"][1]())
+
+
+@pytest.mark.parametrize("kind", batches.KINDS)
+@pytest.mark.parametrize(("m", "slots"), [(1, 1), (64, 1), (64, 8), (40, 32)])
+def test_every_kind_of_batch_is_computed_right(kind, m, slots):
+    case = make_case(m, 256, [64, 32], 32, slots, mixed_ranks=False, poison=False, bias=False)
+    batches.deal(case, kind)
+    assert len(case.row_slots) == m and set(case.row_slots) <= set(range(slots))
+    assert sqnr(case.run(), oracle(case)) > 48
+    case.rank = None  # beyond a rank there are zeros
+    assert sqnr(case.run(), oracle(case)) > 48
+
+
+def test_kinds_of_batches_are_what_they_say():
+    even, half = batches.row_slots("even", 64, 8), batches.row_slots("half", 64, 8)
+    assert even == batches.row_slots("mixed", 64, 8) and [even.count(s) for s in range(8)] == [8] * 8
+    assert half.count(0) == 32 and {half.count(s) for s in range(1, 8)} == {4, 5}
+    zipf = batches.row_slots("zipf", 4096, 8)
+    assert zipf == batches.row_slots("zipf", 4096, 8)
+    shares = [place**-1.5 for place in range(1, 9)]
+    for s, share in enumerate(shares):
+        assert abs(zipf.count(s) / 4096 - share / sum(shares)) < 0.03
+    case = make_case(10, 64, [32, 16], 128, 6, mixed_ranks=False, poison=False)
+    batches.deal(case, "mixed")
+    assert case.rank.tolist() == [[8, 16, 32, 64, 128, 8]] * 2 and peers._ranks(case).tolist() == case.rank[0].tolist()
+    assert not case.a[0][1, 16:].any() and not case.b[1][1, :, 16:].any() and case.a[0][1, :16].all()
 
 
 def test_only_right_results_are_timed():

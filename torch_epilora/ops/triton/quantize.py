@@ -161,9 +161,7 @@ def row_block(k: int) -> int:
     return min(max(triton.next_power_of_2(k), BLOCK), 4096)
 
 
-def empty_codes(
-    rows: int, k: int, mode: int, device: torch.device, *, terms: int = 1
-) -> tuple[Tensor, Tensor | None]:
+def empty_codes(rows: int, k: int, mode: int, device: torch.device, *, terms: int = 1) -> tuple[Tensor, Tensor | None]:
     """Room for what a mode makes of rows of K: ``terms`` codes of each value, and their scales but for STATIC."""
     codes = torch.empty((rows * terms, k), dtype=torch.float8_e4m3fn, device=device)
     if mode == STATIC:
