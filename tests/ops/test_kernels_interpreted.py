@@ -203,3 +203,11 @@ def test_metadata_out_of_range_reads_and_writes_nothing_outside() -> None:
 
     got = shrink(case.x, case.a, case.rank, case.scaling, bad, Shrink(16, 16, 64, 1, False, 4, 1))
     assert torch.equal(got, want) and not want.any()
+
+
+def test_host_arithmetic_is_tritons() -> None:
+    from torch_epilora.ops.triton.common import cdiv, next_power_of_2
+
+    for n in [*range(1, 70), 4095, 4096, 4097, 10**9]:
+        assert next_power_of_2(n) == triton.next_power_of_2(n)
+        assert all(cdiv(n, by) == triton.cdiv(n, by) for by in (1, 2, 3, 64, 128, 4097))

@@ -18,7 +18,9 @@ from torch_epilora.ops.checks import BLOCK, Groups, aligned
 from torch_epilora.ops.plan import Decode, terms
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.common import (
+    cdiv,
     column_tile,
+    next_power_of_2,
     on_device,
     pick,
     row_tile,
@@ -384,8 +386,8 @@ def decode(
     active = min(num_groups, slots, m)
     # each tile of a group but its first is full before it
     row_tiles = active + (m - active) // config.shrink_m if lora else 0
-    shrink_r = min(max(triton.next_power_of_2(r), 16), config.shrink_r)
-    rank_tiles = triton.cdiv(r, shrink_r)
+    shrink_r = min(max(next_power_of_2(r), 16), config.shrink_r)
+    rank_tiles = cdiv(r, shrink_r)
     tiles = row_tiles * slices * rank_tiles if h is None else 0
     planes = y
     if h is None:
@@ -393,7 +395,7 @@ def decode(
     if tiles and config.split_k > 1:
         planes = torch.empty((config.split_k, m, slices, r), dtype=torch.float32, device=x.device)
     widths = tuple(t.shape[1] for t in b) if lora else (n,)
-    linear_programs = sum(triton.cdiv(w, config.block_n) for w in widths)
+    linear_programs = sum(cdiv(w, config.block_n) for w in widths)
     codes = terms("w8a16" if quantize == q.TERMS else "w8a8", x.dtype)
     operand = x if x_codes is None else x_codes
     per_row = x_scale is not None and quantize != q.STATIC and x_scale.shape[0] == m
@@ -401,7 +403,7 @@ def decode(
         operand, made = q.empty_codes(m, k, quantize, x.device, terms=codes)
         if made is not None:
             x_scale, per_row = made, True
-    quantize_programs = m * triton.cdiv(k, config.part) if quantize >= 0 else 0
+    quantize_programs = m * cdiv(k, config.part) if quantize >= 0 else 0
     chunk = q.row_block(k)
     with on_device(x):
         signal = take_signal(x.device, HEADER + tiles) if lora or quantize_programs else y
@@ -412,15 +414,15 @@ def decode(
             m, k, r, num_groups, slots, quantize_programs, tiles * config.split_k, tiles, linear_programs,
             x.stride(0), operand.stride(0), x_scale.stride(0) if per_row else 0, weight.stride(0),
             a[0].stride(0) if lora else 0, a[0].stride(1) if lora else 0, tuple(t.stride(0) for t in b) or (0,),
-            b[0].stride(1) if lora else 0, stride_or_zero(rank), stride_or_zero(scaling), triton.cdiv(k, BLOCK), widths,
-            GROUPS=triton.next_power_of_2(num_groups), LAYOUT=LAYOUTS[layout], TERMS=codes,
+            b[0].stride(1) if lora else 0, stride_or_zero(rank), stride_or_zero(scaling), cdiv(k, BLOCK), widths,
+            GROUPS=next_power_of_2(num_groups), LAYOUT=LAYOUTS[layout], TERMS=codes,
             LORA=lora, MANY=active > 1, QUANTIZE=quantize, HAS_RANK=rank is not None, HAS_SCALING=scaling is not None,
             HAS_LORA_BIAS=bool(b_bias), HAS_BIAS=bias is not None, EVEN_K=k % config.block_k == 0,
-            CHUNKS=triton.cdiv(k, chunk) if quantize in (q.TOKEN, q.TERMS) else 1, BQ=chunk,
+            CHUNKS=cdiv(k, chunk) if quantize in (q.TOKEN, q.TERMS) else 1, BQ=chunk,
             PART=config.part if quantize >= 0 else BLOCK, RANK_TILES=rank_tiles,
             SPLIT=config.split_k if tiles else 1, SHRINK_M=config.shrink_m, SHRINK_R=shrink_r, SHRINK_K=config.shrink_k,
             SHRINK_STAGES=config.shrink_stages, BM=config.block_m, BN=config.block_n, BK=config.block_k,
-            BR=max(triton.next_power_of_2(r), 16), STAGES=config.num_stages, TOGETHER=config.together,
+            BR=max(next_power_of_2(r), 16), STAGES=config.num_stages, TOGETHER=config.together,
             B_STAGES=config.b_stages, AHEAD=config.ahead if quantize >= 0 and aligned(weight) else 0,
             EARLY=config.early, PDL=pdl, num_warps=config.num_warps,
             # as in K2: rows without adapter must round as the bare base does

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Expand
 from torch_epilora.ops.triton.common import (
+    cdiv,
     column_tile,
+    next_power_of_2,
     on_device,
     pick,
     row_tile,
@@ -115,14 +117,14 @@ def expand_add(
     planes, _, _, r = h.shape
     widths = tuple(t.shape[1] for t in b)
     run = config.block_n * config.run
-    column_runs = sum(triton.cdiv(w, run) for w in widths)
+    column_runs = sum(cdiv(w, run) for w in widths)
     with on_device(y):
         expand_kernel[(column_runs * row_tiles(m, groups.ids.shape[0], config.block_m),)](
             y, h, tuple(b), tuple(b_bias) or (y,), y if rank is None else rank, y if scaling is None else scaling,
             *groups[:4],
             m, r, groups.ids.shape[0], b[0].shape[0], column_runs, y.stride(0), h.stride(0),
             tuple(t.stride(0) for t in b), b[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling), widths,
-            GROUPS=triton.next_power_of_2(groups.ids.shape[0]), HAS_RANK=rank is not None,
+            GROUPS=next_power_of_2(groups.ids.shape[0]), HAS_RANK=rank is not None,
             HAS_SCALING=scaling is not None, HAS_BIAS=bool(b_bias), PLANES=planes,
             BM=config.block_m, BN=config.block_n, BR=config.block_r, RUN=run, ONCE=r <= config.block_r,
             STAGES=config.num_stages, num_warps=config.num_warps,

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from torch_epilora.ops.checks import BLOCK, Groups
 from torch_epilora.ops.plan import Gemm
-from torch_epilora.ops.triton.common import ASM, column_tile, on_device, pick, slot_rank, slot_scaling, sum_of
+from torch_epilora.ops.triton.common import (
+    ASM,
+    cdiv,
+    column_tile,
+    next_power_of_2,
+    on_device,
+    pick,
+    slot_rank,
+    slot_scaling,
+    sum_of,
+)
 from torch_epilora.ops.triton.expand import load_h
 from torch_epilora.ops.triton.shrink import stride_or_zero
 
@@ -172,7 +182,7 @@ def linear(
     b, b_bias = b or [], b_bias or []
     lora = h is not None
     widths = tuple(t.shape[1] for t in b) if lora else (n,)
-    n_tiles, m_tiles = sum(triton.cdiv(w, config.block_n) for w in widths), triton.cdiv(m, config.block_m)
+    n_tiles, m_tiles = sum(cdiv(w, config.block_n) for w in widths), cdiv(m, config.block_m)
     r = h.shape[3] if h is not None else 1
     stride_sm = 0 if x_scale is None or x_scale.shape[0] != m else x_scale.stride(0)
     with on_device(x):
@@ -183,13 +193,13 @@ def linear(
             m, k, r, groups.ids.shape[0] if groups is not None else 0, b[0].shape[0] if b else 0, m_tiles, n_tiles,
             weight.stride(0), x.stride(0), stride_sm, h.stride(0) if h is not None else 0,
             tuple(t.stride(0) for t in b) or (0,), b[0].stride(1) if b else 0, stride_or_zero(rank),
-            stride_or_zero(scaling), triton.cdiv(k, BLOCK), widths,
-            GROUPS=triton.next_power_of_2(groups.ids.shape[0]) if groups is not None else 1,
+            stride_or_zero(scaling), cdiv(k, BLOCK), widths,
+            GROUPS=next_power_of_2(groups.ids.shape[0]) if groups is not None else 1,
             LAYOUT=LAYOUTS[layout], W8A8=x_scale is not None, LORA=lora, HAS_RANK=rank is not None,
             HAS_SCALING=scaling is not None, HAS_LORA_BIAS=bool(b_bias), HAS_BIAS=bias is not None,
             EVEN_K=k % config.block_k == 0, PLANES=h.shape[0] if h is not None else 1,
             BM=config.block_m, BN=config.block_n, BK=config.block_k,
-            BR=min(max(triton.next_power_of_2(r), 16), config.block_r), SWIZZLE=8, STAGES=config.num_stages,
+            BR=min(max(next_power_of_2(r), 16), config.block_r), SWIZZLE=8, STAGES=config.num_stages,
             num_warps=config.num_warps,
             # a product fused into the bias's sum would round rows without adapter otherwise than the bare base does;
             # block scales have their products inside the main loop, which both share

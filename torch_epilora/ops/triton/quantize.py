@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_epilora.ops.checks import BLOCK
 from torch_epilora.ops.reference import FP8_MAX, MIN_GROUP_AMAX, MIN_SCALE
-from torch_epilora.ops.triton.common import on_device
+from torch_epilora.ops.triton.common import next_power_of_2, on_device
 
 TOKEN, GROUP, STATIC = 0, 1, 2
 TERMS = 3
@@ -158,7 +158,7 @@ def quantize_kernel(x_ptr, codes_ptr, scale_ptr, K, stride_xm, stride_sm, MODE: 
 
 def row_block(k: int) -> int:
     """Columns a program handles at once: a power of two, at least one 128-group."""
-    return min(max(triton.next_power_of_2(k), BLOCK), 4096)
+    return min(max(next_power_of_2(k), BLOCK), 4096)
 
 
 def empty_codes(rows: int, k: int, mode: int, device: torch.device, *, terms: int = 1) -> tuple[Tensor, Tensor | None]:

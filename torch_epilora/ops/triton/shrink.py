@@ -10,7 +10,16 @@ from torch import Tensor
 from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Shrink
 from torch_epilora.ops.triton import quantize as q
-from torch_epilora.ops.triton.common import on_device, pick, row_tile, slot_rank, slot_scaling, tile_rows
+from torch_epilora.ops.triton.common import (
+    cdiv,
+    next_power_of_2,
+    on_device,
+    pick,
+    row_tile,
+    slot_rank,
+    slot_scaling,
+    tile_rows,
+)
 
 
 @triton.jit
@@ -112,7 +121,7 @@ def sum_planes_kernel(
 
 def row_tiles(m: int, groups: int, block_m: int) -> int:
     """Bound the row tiles of any m rows in at most ``groups`` groups: what a frozen grid must launch."""
-    return triton.cdiv(m, block_m) + min(groups, m)
+    return cdiv(m, block_m) + min(groups, m)
 
 
 def stride_or_zero(t: Tensor | None) -> int:
@@ -159,7 +168,7 @@ def shrink_planes(
         codes, made = q.empty_codes(m, k, quantize, x.device)
         if made is not None:
             x_scale, stride_sm = made, made.stride(0)
-    rank_tiles, tiles = triton.cdiv(r, config.block_r), row_tiles(m, groups.ids.shape[0], config.block_m)
+    rank_tiles, tiles = cdiv(r, config.block_r), row_tiles(m, groups.ids.shape[0], config.block_m)
     quantize_rows = m if quantize >= 0 else 0
     with on_device(x):
         shrink_kernel[(quantize_rows + tiles * len(a) * rank_tiles * split,)](
@@ -167,7 +176,7 @@ def shrink_planes(
             x if scaling is None else scaling, *groups[:4],
             m, k, r, groups.ids.shape[0], slots, rank_tiles, quantize_rows,
             x.stride(0), stride_sm, a[0].stride(0), a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling),
-            GROUPS=triton.next_power_of_2(groups.ids.shape[0]), HAS_RANK=rank is not None,
+            GROUPS=next_power_of_2(groups.ids.shape[0]), HAS_RANK=rank is not None,
             HAS_SCALING=scaling is not None, QUANTIZE=quantize, BQ=q.row_block(k),
             BM=config.block_m, BR=config.block_r, BK=config.block_k, SPLIT=split, STAGES=config.num_stages,
             num_warps=config.num_warps,
@@ -185,8 +194,8 @@ def sum_planes(planes: Tensor, scaling: Tensor | None, groups: Groups, slots: in
         sum_planes_kernel[(row_tiles(m, groups.ids.shape[0], block_m), slices)](
             planes, out, out if scaling is None else scaling, *groups[:4],
             m, r, groups.ids.shape[0], slots, stride_or_zero(scaling),
-            SLICES=slices, GROUPS=triton.next_power_of_2(groups.ids.shape[0]), HAS_SCALING=scaling is not None,
-            BM=block_m, BR=min(triton.next_power_of_2(r), 128), SPLIT=split,
+            SLICES=slices, GROUPS=next_power_of_2(groups.ids.shape[0]), HAS_SCALING=scaling is not None,
+            BM=block_m, BR=min(next_power_of_2(r), 128), SPLIT=split,
         )  # fmt: skip
     return out
 
