@@ -322,6 +322,9 @@ def test_a_decode_tile_must_hold_all_tokens() -> None:
         ({"part": 96}, "part=96 is not a power of two"),
         ({"part": 64}, "of at least 128"),
         ({"block_k": 16}, "less than the 32 inputs of an FP8 MMA"),
+        ({"shrink_m": 48}, "shrink_m=48 is not a power of two of at least 16"),
+        ({"shrink_r": 8}, "shrink_r=8 is not a power of two of at least 16"),
+        ({"together": 3}, "together=3 is not a power of two of at least 1"),
     ],
     ids=str,
 )

@@ -193,9 +193,10 @@ def refusal(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> str | 
     if limit is None:
         return unsupported(problem.capability)
     for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name.startswith("block") and (value < 16 or value & (value - 1)):
-            return f"{field.name}={value} is not a power of two of at least 16"
+        value, least = getattr(config, field.name), 1 if field.name == "together" else 16
+        tile = field.name.startswith("block") or field.name in ("shrink_m", "shrink_r", "shrink_k", "together")
+        if tile and (value < least or value & (value - 1)):
+            return f"{field.name}={value} is not a power of two of at least {least}"
     if isinstance(config, Decode):
         missing = _decode_refusal(problem)
         if missing:
