@@ -206,7 +206,7 @@ def test_metadata_out_of_range_reads_and_writes_nothing_outside() -> None:
 
 
 def test_host_arithmetic_is_tritons() -> None:
-    from torch_epilora.ops.triton.common import cdiv, next_power_of_2
+    from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 
     for n in [*range(1, 70), 4095, 4096, 4097, 10**9]:
         assert next_power_of_2(n) == triton.next_power_of_2(n)

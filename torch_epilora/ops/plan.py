@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK
 
 SHARED_BYTES = {(8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10}
@@ -223,9 +224,8 @@ def _decode_refusal(p: Problem) -> str | None:
     """Say why the decode kernel cannot run a problem with any tiles, or None if it can."""
     if p.capability < (9, 0):
         return f"compute capability {p.capability[0]}.{p.capability[1]} has no programmatic dependent launch; 9.0 has"
-    most = DECODE_MAX_TOKENS // _columns(p)
-    if p.m > most:
-        return f"{p.m} tokens are more than the {most} of one tile"
+    if p.m > _decode_tokens(p):
+        return f"{p.m} tokens are more than the {_decode_tokens(p)} of one tile"
     if p.rank > DECODE_MAX_RANK:
         return f"rank {p.rank} is more than the {DECODE_MAX_RANK} of one tile"
     if p.groups > DECODE_MAX_GROUPS:
@@ -262,7 +262,7 @@ def vendor_refusal(problem: Problem) -> str | None:
 
 
 def _rank_block(p: Problem, most: int) -> int:
-    return min(max(16, 1 << (p.rank - 1).bit_length() if p.rank else 16), most)
+    return min(next_power_of_2(max(p.rank, 16)), most)
 
 
 def _roomy(p: Problem) -> bool:
@@ -313,7 +313,7 @@ def _shrink(p: Problem) -> Shrink:
     rows = _rows_a_group(p)
     block_m = 16 if p.m <= 64 or rows <= 16 else 32 if rows <= 32 else 64
     block_r = _rank_block(p, 32 if p.m <= 64 else 64)
-    tiles = max(-(-p.m // block_m), min(p.groups - 1, p.m)) * p.slices * -(-max(p.rank, 1) // block_r)
+    tiles = max(cdiv(p.m, block_m), min(p.groups - 1, p.m)) * p.slices * cdiv(max(p.rank, 1), block_r)
     # enough blocks for two a multiprocessor, each with at least 256 inputs to add
     split = _power_of_two(2 * MULTIPROCESSORS // tiles, min(4 if 16 < p.m <= 64 else 8, p.k // 256))
     if block_m == 64:
@@ -327,7 +327,7 @@ def _expand(p: Problem) -> Expand:
     rows = _rows_a_group(p)
     block_m = 16 if rows <= 16 or p.rank % 8 else 32 if rows <= 32 else 64
     block_n = 64 if block_m == 64 else 128
-    tiles = max(-(-p.m // block_m), min(p.groups - 1, p.m)) * -(-p.n // block_n)
+    tiles = max(cdiv(p.m, block_m), min(p.groups - 1, p.m)) * cdiv(p.n, block_n)
     return Expand(block_m, block_n, _rank_block(p, 64), _power_of_two(tiles // (2 * MULTIPROCESSORS), 8), 4, 3)
 
 
@@ -338,12 +338,17 @@ def terms(compute: str, dtype: torch.dtype) -> int:
 
 def _columns(p: Problem) -> int:
     """Columns of the decode kernel's GEMM a token takes: its terms, to a power of two."""
-    return 1 << (terms(p.compute, p.dtype) - 1).bit_length()
+    return next_power_of_2(terms(p.compute, p.dtype))
+
+
+def _decode_tokens(p: Problem) -> int:
+    """Tokens that the decode kernel's one tile holds."""
+    return DECODE_MAX_TOKENS // _columns(p)
 
 
 def _decode(p: Problem) -> Decode:
     block_m = next((size for size in (16, 32) if p.m <= size), 64)
-    programs, adapters, long = -(-p.n // 64), min(p.groups - 1, p.m), p.k > 8192
+    programs, adapters, long = cdiv(p.n, 64), min(p.groups - 1, p.m), p.k > 8192
     one_wave, many, large = programs <= MULTIPROCESSORS, adapters > 1, p.m > 32
     # a block with a multiprocessor to itself keeps much in flight; several hide each other's ends
     if one_wave and (programs <= MULTIPROCESSORS // 2 if many else long):
@@ -361,7 +366,7 @@ def _decode(p: Problem) -> Decode:
     beside = _rank_block(p, DECODE_MAX_RANK) * (64 + block_m) * _size(p.dtype)
     most = 5 if large and one_wave and not long else 6 if many and blocks == 1 else 8
     stages = max(2, min(most, (limit // blocks - rest) // stage, (limit - beside) // (stage + 4 * (64 + block_m))))
-    tiles = max(adapters, 1) * p.slices * -(-max(p.rank, 1) // 64)
+    tiles = max(adapters, 1) * p.slices * cdiv(max(p.rank, 1), 64)
     split = 8 if long else 4
     if many:
         share = (160 if one_wave else 256) // (2 if large else 1)
@@ -370,7 +375,7 @@ def _decode(p: Problem) -> Decode:
     part = 8192 if long and (many or large) else 4096 if large else 2048 if p.m > 16 else 1024
     if one_wave and not many and not large:  # quantizer, shrink and GEMM at once on the GPU, where they can
         room = MULTIPROCESSORS - programs - tiles * split
-        part = next((size for size in (1024, 2048) if p.m * -(-p.k // size) <= room), 4096)
+        part = next((size for size in (1024, 2048) if p.m * cdiv(p.k, size) <= room), 4096)
     whole = large and not many  # one adapter's A is read once, not once for each 16 rows
     return Decode(
         block_m, 64, block_k, stages, part=part, shrink_m=64 if whole else 16 if many else block_m,
@@ -392,8 +397,7 @@ def _plan(problem: Problem) -> Plan:
     refused = vendor_refusal(problem)
     base = "own" if refused or problem.m <= OWN_MAX_TOKENS else "vendor"
     if refusal(tiles[3], problem) is None:
-        most = DECODE_MAX_TOKENS // _columns(problem)
-        reason = f"at most {most} tokens: one kernel in which quantizer, shrink and GEMM overlap"
+        reason = f"at most {_decode_tokens(problem)} tokens: one kernel in which quantizer, shrink and GEMM overlap"
         return Plan("decode", reason, "own", *tiles)
     if problem.m <= FUSED_MAX_TOKENS and min(problem.groups - 1, problem.m) <= FUSED_MAX_ADAPTERS:
         reason = f"at most {FUSED_MAX_TOKENS} tokens and {FUSED_MAX_ADAPTERS} adapters: cheapest in the GEMM's epilogue"
@@ -421,5 +425,5 @@ def make_plan(problem: Problem) -> Plan:
     Plan
         With ``path`` "decode", "fused", "hybrid" or "reference" and the reason in words.
     """
-    bucket = 1 << (max(problem.m, 1) - 1).bit_length()
+    bucket = next_power_of_2(max(problem.m, 1))
     return _plan(problem if problem.m == bucket else replace(problem, m=bucket))

@@ -13,16 +13,6 @@ ASM = tl.constexpr(not triton.knobs.runtime.interpret)
 """Whether there is inline assembly: Triton's interpreter has none, and runs plain twins of what is written in it."""
 
 
-def cdiv(a: int, b: int) -> int:
-    """Quotient rounded up. Triton's own, made for kernels too, takes microseconds of host time at each call."""
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
 def on_device(t: torch.Tensor) -> AbstractContextManager:
     """Launch on the tensor's own GPU, whichever is current; nothing to do for Triton's interpreter on the CPU."""
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()

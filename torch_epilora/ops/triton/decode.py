@@ -14,13 +14,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK, Groups, aligned
 from torch_epilora.ops.plan import Decode, terms
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.common import (
-    cdiv,
     column_tile,
-    next_power_of_2,
     on_device,
     pick,
     row_tile,

@@ -7,12 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Expand
 from torch_epilora.ops.triton.common import (
-    cdiv,
     column_tile,
-    next_power_of_2,
     on_device,
     pick,
     row_tile,

@@ -8,19 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK, Groups
 from torch_epilora.ops.plan import Gemm
-from torch_epilora.ops.triton.common import (
-    ASM,
-    cdiv,
-    column_tile,
-    next_power_of_2,
-    on_device,
-    pick,
-    slot_rank,
-    slot_scaling,
-    sum_of,
-)
+from torch_epilora.ops.triton.common import ASM, column_tile, on_device, pick, slot_rank, slot_scaling, sum_of
 from torch_epilora.ops.triton.expand import load_h
 from torch_epilora.ops.triton.shrink import stride_or_zero
 

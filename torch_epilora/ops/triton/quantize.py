@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK
 from torch_epilora.ops.reference import FP8_MAX, MIN_GROUP_AMAX, MIN_SCALE
-from torch_epilora.ops.triton.common import next_power_of_2, on_device
+from torch_epilora.ops.triton.common import on_device
 
 TOKEN, GROUP, STATIC = 0, 1, 2
 TERMS = 3
@@ -166,7 +167,7 @@ def empty_codes(rows: int, k: int, mode: int, device: torch.device, *, terms: in
     codes = torch.empty((rows * terms, k), dtype=torch.float8_e4m3fn, device=device)
     if mode == STATIC:
         return codes, None
-    groups = -(-k // BLOCK) if mode == GROUP else 1
+    groups = cdiv(k, BLOCK) if mode == GROUP else 1
     return codes, torch.empty((rows, groups), dtype=torch.float32, device=device)
 
 

@@ -7,19 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Shrink
 from torch_epilora.ops.triton import quantize as q
-from torch_epilora.ops.triton.common import (
-    cdiv,
-    next_power_of_2,
-    on_device,
-    pick,
-    row_tile,
-    slot_rank,
-    slot_scaling,
-    tile_rows,
-)
+from torch_epilora.ops.triton.common import on_device, pick, row_tile, slot_rank, slot_scaling, tile_rows
 
 
 @triton.jit
