@@ -74,7 +74,7 @@ def config(m: int = 16, **changes: int) -> Decode:
     defaults = dict(
         block_m=16 if m <= 16 else 32 if m <= 32 else 64, block_n=64, block_k=128, num_stages=2, part=256,
         shrink_m=16, shrink_r=32, shrink_k=128, shrink_stages=2, split_k=2, together=2, b_stages=2, ahead=0,
-        early=1, num_warps=4,
+        early=1, overlap=True, num_warps=4,
     )  # fmt: skip
     return Decode(**{**defaults, **changes})
 

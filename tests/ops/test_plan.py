@@ -43,7 +43,7 @@ ADA, BLACKWELL = {"capability": (8, 9)}, {"capability": (12, 0)}
 GEMM, SHRINK, EXPAND = Gemm(16, 64, 128, 64, 4, 4), Shrink(16, 32, 128, 4, False, 4, 3), Expand(16, 128, 64, 1, 4, 2)
 DECODE = Decode(
     block_m=16, block_n=64, block_k=128, num_stages=4, part=1024, shrink_m=16, shrink_r=32, shrink_k=128,
-    shrink_stages=3, split_k=4, together=2, b_stages=2, ahead=0, early=1, num_warps=4,
+    shrink_stages=3, split_k=4, together=2, b_stages=2, ahead=0, early=1, overlap=True, num_warps=4,
 )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ class Decode:
     ``shrink_m`` rows from its share of the inputs, one of ``split_k``, ``shrink_k`` at a time. The GEMM makes
     ``together`` up-projections at once if there are many, with ``b_stages`` times as many in flight. ``ahead`` bytes of
     each row of weights are asked for before the kernel before this one has ended, and B and h are read ``early`` steps
-    before the main loop ends.
+    before the main loop ends. ``overlap`` lets the kernel after this one start beside the main loop.
     """
 
     block_m: int
@@ -130,6 +130,7 @@ class Decode:
     b_stages: int
     ahead: int
     early: int
+    overlap: bool
     num_warps: int
 
 
@@ -377,6 +378,8 @@ def _decode(p: Problem) -> Decode:
         room = MULTIPROCESSORS - programs - tiles * split
         part = next((size for size in (1024, 2048) if p.m * cdiv(p.k, size) <= room), 4096)
     whole = large and not many  # one adapter's A is read once, not once for each 16 rows
+    # measured: in long projections of 1 and of 17 to 32 tokens the next call's blocks are in this one's way
+    overlap = one_wave and not (long and (p.m == 1 or 16 < p.m <= 32)) if p.rank else not large
     return Decode(
         block_m, 64, block_k, stages, part=part, shrink_m=64 if whole else 16 if many else block_m,
         shrink_r=_rank_block(p, 64), shrink_k=64 if whole else BLOCK,
@@ -384,6 +387,7 @@ def _decode(p: Problem) -> Decode:
         together=2 if p.rank <= 64 and not large else 1,  # more would spill registers
         b_stages=4 if one_wave or p.m > 16 else 3,
         ahead=1024 if one_wave and 1024 <= p.k <= 8192 else 512 if long and p.m <= 16 else 0, early=2,
+        overlap=overlap and not many,
         num_warps=8 if large and (many or p.rank > 64 or p.layout == "block") else 4,  # or 64 columns spill registers
     )  # fmt: skip
 

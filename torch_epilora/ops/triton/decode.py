@@ -165,12 +165,13 @@ def decode_kernel(
     PART: tl.constexpr, RANK_TILES: tl.constexpr, SPLIT: tl.constexpr, SHRINK_M: tl.constexpr,
     SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr, SHRINK_STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, B_STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program of one of the roles; the GEMM's make BN outputs of one slice for all rows.
 
     MANY: more than one group can have an adapter. If only one can, its B and h are read EARLY steps before the main
-    loop ends. AHEAD bytes of each row of weights are asked for while the kernel before this one ends.
+    loop ends. AHEAD bytes of each row of weights are asked for while the kernel before this one ends. The kernel after
+    this one may start before the main loop (OVERLAP) or near its end.
     """
     pid = tl.program_id(0)
     if QUANTIZE >= 0:
@@ -249,6 +250,8 @@ def decode_kernel(
         wait_for(signal_ptr + CODES, quantize_programs)
         if not LORA:
             ticket = leave(signal_ptr + LEFT)
+    if PDL and OVERLAP:
+        gdc_launch_dependents()
     if not X_BLOCKS:
         x_scale = tl.load(x_scale_ptr + rows.to(tl.int64) * stride_sm, mask=valid, other=0.0)
     PROMOTE: tl.constexpr = TERMS > 1 and LAYOUT != 2
@@ -268,7 +271,7 @@ def decode_kernel(
         # loads alone: an MMA of another type in here would have ptxas serialize the main loop's (C7515)
         if LORA and not MANY:
             if k0 == early:
-                if PDL:
+                if PDL and not OVERLAP:
                     gdc_launch_dependents()
                 if QUANTIZE < 0:
                     slot = first_slot(ids, active, GROUPS)
@@ -276,7 +279,7 @@ def decode_kernel(
                 wait_for(signal_ptr + TILES, shrink_tiles)
                 ticket = leave(signal_ptr + LEFT)
                 h = tl.load(h_ptrs, mask=h_mask, other=0.0)
-    if PDL and (MANY or not LORA):
+    if PDL and not OVERLAP and (MANY or not LORA):
         gdc_launch_dependents()
     if not PROMOTE or BK % 256 != 0:
         acc += part
@@ -423,7 +426,8 @@ def decode(
             SHRINK_STAGES=config.shrink_stages, BM=config.block_m, BN=config.block_n, BK=config.block_k,
             BR=max(next_power_of_2(r), 16), STAGES=config.num_stages, TOGETHER=config.together,
             B_STAGES=config.b_stages, AHEAD=config.ahead if quantize >= 0 and aligned(weight) else 0,
-            EARLY=config.early, PDL=pdl, num_warps=config.num_warps,
+            # the bare base from x: another call's blocks beside its main loop do not pay
+            EARLY=config.early, OVERLAP=config.overlap and (lora or quantize < 0), PDL=pdl, num_warps=config.num_warps,
             # as in K2: rows without adapter must round as the bare base does
             enable_fp_fusion=layout == "block",
             **({"launch_pdl": True} if pdl else {}),
