@@ -261,6 +261,22 @@ def test_infinity_in_the_only_adapter_stays_off_bare_rows() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("where", ["x", "scaling"])
+def test_an_infinity_stays_one_past_a_smaller_rank(where: str, slots: int) -> None:
+    case = make_case(6, 272, [70, 33], 24, slots, popularity="distinct", poison=False, mixed_ranks=False)
+    case.rank = torch.full((2, slots), 5, dtype=torch.int32)
+    for t in (*case.a, *case.b):  # of one sign, or infinities would cancel to NaN
+        t.abs_()
+    if where == "x":
+        case.x_scale = torch.ones(1)
+        case.x[1, 3] = float("inf")
+    else:
+        case.scaling.fill_(float("inf"))
+    got, want = decoded(case), case.run()
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf()) and got.isinf().any()
+
+
+@pytest.mark.parametrize("slots", [1, 4])
 def test_what_lies_beyond_the_rank_changes_nothing(slots: int) -> None:
     clean = make_case(11, 272, [70, 33], 24, slots, poison=False)
     poisoned = make_case(11, 272, [70, 33], 24, slots)

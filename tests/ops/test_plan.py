@@ -171,6 +171,15 @@ def test_ranks_bound_the_tiles() -> None:
             assert plan.gemm.block_r == plan.shrink.block_r == plan.expand.block_r == 16
 
 
+def test_metadata_without_an_entry_for_the_base_is_planned_as_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_capability", lambda device: (9, 0))
+    case = make_case(8, 256, [64], 8, 4)
+    every = dispatch._problem(Call(*case.args()))
+    parts = {name: getattr(case.groups, name)[1:] for name in ("ids", "counts", "starts")}
+    without = Call(*replace(case, groups=case.groups._replace(**parts)).args())
+    assert every.groups == 5 and dispatch._problem(without) == every
+
+
 # --- decode ------------------------------------------------------------------------------------------------------
 
 

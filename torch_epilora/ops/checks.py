@@ -39,6 +39,9 @@ class Groups(NamedTuple):
     no_adapter: Tensor
 
 
+_CLONE = "Call .clone(memory_format=torch.contiguous_format) on both; .contiguous() keeps strides of dimensions of 1."
+
+
 def _fail(name: str, expected: str, got: object, advice: str = "") -> ValueError:
     return ValueError(f"{name}: expected {expected}, got {got}." + (f" {advice}" if advice else ""))
 
@@ -188,8 +191,10 @@ def check_a(x: Tensor, a: list[Tensor]) -> tuple[int, int]:
         _device(name, t, x)
         if t.shape[2] != x.shape[1]:
             raise _fail(name, f"[slots, rank, {x.shape[1]}] to match x", f"shape {tuple(t.shape)}")
-        if t.shape != shape or t.stride() != strides:
-            raise _fail(name, f"the shape and strides of a[0], {tuple(shape)}", f"shape {tuple(t.shape)}")
+        if t.shape != shape:
+            raise _fail(name, f"the shape of a[0], {tuple(shape)}", tuple(t.shape))
+        if t.stride() != strides:
+            raise _fail(name, f"the strides of a[0], {tuple(strides)}", tuple(t.stride()), _CLONE)
         _inner_contiguous(name, t)
     if shape[0] < 1 or shape[1] < 1:
         raise _fail("a[0]", "at least one slot and rank 1", f"shape {tuple(shape)}")
@@ -219,7 +224,7 @@ def check_b(x: Tensor, b: list[Tensor], b_bias: list[Tensor], slices: int, slots
             raise _fail(name, f"[{slots}, width, {rank}] to match a", f"shape {tuple(t.shape)}")
         _inner_contiguous(name, t)
         if t.stride(1) != row:
-            raise _fail(name, f"row stride {row}, that of b[0]", f"{t.stride(1)}", "Call .contiguous().")
+            raise _fail(name, f"row stride {row}, that of b[0]", f"{t.stride(1)}", _CLONE)
         total += t.shape[1]
     if total != n:
         raise _fail("b", f"slice widths that sum to the output width {n}", f"{[t.shape[1] for t in b]}")

@@ -33,7 +33,8 @@ def _problem(call: Call) -> Problem:
     # a batch of which no row has an adapter is planned as the bare layer
     lora = call.has_adapters
     rank, slices = (call.a[0].shape[1], len(call.a)) if lora else (0, 1)
-    groups = call.ids.shape[0] if lora else 1
+    # as many as with an entry for the bare base, which metadata may leave out
+    groups = call.ids.shape[0] + (call.ids.shape[0] <= call.a[0].shape[0]) if lora else 1
     return Problem(m, n, k, rank, slices, groups, call.layout, call.compute, call.x.dtype, _capability(call.x.device))
 
 

@@ -238,11 +238,13 @@ def _decode_refusal(p: Problem) -> str | None:
 
 def unsupported(capability: tuple[int, int]) -> str | None:
     """Say why a GPU cannot run the Triton kernels at all, or None if it can."""
+    major, minor = capability
     if capability < (8, 9):
-        return f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores; 8.9 or later has"
-    return (
-        None if capability in SHARED_BYTES else f"compute capability {capability} is not one the kernels are built for"
-    )
+        return f"compute capability {major}.{minor} has no FP8 tensor cores; 8.9 or later has"
+    if capability in SHARED_BYTES:
+        return None
+    built = ", ".join(f"{first}.{second}" for first, second in SHARED_BYTES)
+    return f"compute capability {major}.{minor} is not one the kernels are built for: {built}"
 
 
 def vendor_refusal(problem: Problem) -> str | None:
@@ -378,6 +380,9 @@ def _decode(p: Problem) -> Decode:
         room = MULTIPROCESSORS - programs - tiles * split
         part = next((size for size in (1024, 2048) if p.m * cdiv(p.k, size) <= room), 4096)
     whole = large and not many  # one adapter's A is read once, not once for each 16 rows
+    # with four warps these spill registers; ranks that are not multiples of 16 take more of them
+    crowded = block_m * _columns(p) == 64 and (many or p.rank > 64 or p.layout == "block")
+    crowded = crowded or (many and p.rank > 64 and p.rank % 16 > 0)
     # measured: in long projections of 1 and of 17 to 32 tokens the next call's blocks are in this one's way
     overlap = one_wave and not (long and (p.m == 1 or 16 < p.m <= 32)) if p.rank else not large
     return Decode(
@@ -388,7 +393,7 @@ def _decode(p: Problem) -> Decode:
         b_stages=4 if one_wave or p.m > 16 else 3,
         ahead=1024 if one_wave and 1024 <= p.k <= 8192 else 512 if long and p.m <= 16 else 0, early=2,
         overlap=overlap and not many,
-        num_warps=8 if large and (many or p.rank > 64 or p.layout == "block") else 4,  # or 64 columns spill registers
+        num_warps=8 if crowded else 4,
     )  # fmt: skip
 
 

@@ -14,8 +14,9 @@ ASM = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def on_device(t: torch.Tensor) -> AbstractContextManager:
-    """Launch on the tensor's own GPU, whichever is current; nothing to do for Triton's interpreter on the CPU."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+    """Make the tensor's own GPU the current one; nothing to do where it is, or on the CPU."""
+    elsewhere = t.is_cuda and t.device.index != torch.cuda.current_device()
+    return torch.cuda.device(t.device) if elsewhere else nullcontext()
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from torch_epilora.ops.triton.common import (
     sum_of,
     tile_rows,
 )
+from torch_epilora.ops.triton.launch import Shape, launch
 from torch_epilora.ops.triton.linear import LAYOUTS, settle, step
 from torch_epilora.ops.triton.shrink import shrink_sum, stride_or_zero
 from torch_epilora.ops.triton.signals import HEADER, take_signal
@@ -88,6 +89,8 @@ def shrink_tile(
                     acc += tl.load(planes_ptr + s * plane + offs, mask=keep, other=0.0)
         if last:
             acc *= slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
+            # past the rank stand zeros, and not what an infinite input or scaling times zero is
+            acc = tl.where((r < rank)[None, :], acc, 0.0)
             tl.store(h_ptr + offs, acc.to(h_ptr.dtype.element_ty), mask=keep)
     if last:
         announce(signal_ptr + TILES)
@@ -385,19 +388,12 @@ def decode(
     slices = max(len(a), 1)
     slots, r = (a[0].shape[0], a[0].shape[1]) if lora else (0, 1)
     num_groups = groups.ids.shape[0] if groups is not None and lora else 1
-    active = min(num_groups, slots, m)
-    # each tile of a group but its first is full before it
-    row_tiles = active + (m - active) // config.shrink_m if lora else 0
-    shrink_r = min(max(next_power_of_2(r), 16), config.shrink_r)
-    rank_tiles = cdiv(r, shrink_r)
-    tiles = row_tiles * slices * rank_tiles if h is None else 0
+    tiles = _shrink_tiles(m, slices, r, num_groups, slots, config) if lora and h is None else 0
     planes = y
     if h is None:
         h = torch.empty((m, slices, r), dtype=x.dtype, device=x.device) if lora else y
     if tiles and config.split_k > 1:
         planes = torch.empty((config.split_k, m, slices, r), dtype=torch.float32, device=x.device)
-    widths = tuple(t.shape[1] for t in b) if lora else (n,)
-    linear_programs = sum(cdiv(w, config.block_n) for w in widths)
     codes = terms("w8a16" if quantize == q.TERMS else "w8a8", x.dtype)
     operand = x if x_codes is None else x_codes
     per_row = x_scale is not None and quantize != q.STATIC and x_scale.shape[0] == m
@@ -405,31 +401,64 @@ def decode(
         operand, made = q.empty_codes(m, k, quantize, x.device, terms=codes)
         if made is not None:
             x_scale, per_row = made, True
-    quantize_programs = m * cdiv(k, config.part) if quantize >= 0 else 0
-    chunk = q.row_block(k)
     with on_device(x):
-        signal = take_signal(x.device, HEADER + tiles) if lora or quantize_programs else y
-        decode_kernel[(quantize_programs + tiles * config.split_k + linear_programs,)](
-            x, operand, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
-            planes, h, signal, tuple(a) or (y,), tuple(b) or (y,), tuple(b_bias) or (y,), y if rank is None else rank,
-            y if scaling is None else scaling, *(groups[:4] if groups is not None else (y, y, y, y)),
-            m, k, r, num_groups, slots, quantize_programs, tiles * config.split_k, tiles, linear_programs,
-            x.stride(0), operand.stride(0), x_scale.stride(0) if per_row else 0, weight.stride(0),
-            a[0].stride(0) if lora else 0, a[0].stride(1) if lora else 0, tuple(t.stride(0) for t in b) or (0,),
-            b[0].stride(1) if lora else 0, stride_or_zero(rank), stride_or_zero(scaling), cdiv(k, BLOCK), widths,
-            GROUPS=next_power_of_2(num_groups), LAYOUT=LAYOUTS[layout], TERMS=codes,
-            LORA=lora, MANY=active > 1, QUANTIZE=quantize, HAS_RANK=rank is not None, HAS_SCALING=scaling is not None,
-            HAS_LORA_BIAS=bool(b_bias), HAS_BIAS=bias is not None, EVEN_K=k % config.block_k == 0,
-            CHUNKS=cdiv(k, chunk) if quantize in (q.TOKEN, q.TERMS) else 1, BQ=chunk,
-            PART=config.part if quantize >= 0 else BLOCK, RANK_TILES=rank_tiles,
-            SPLIT=config.split_k if tiles else 1, SHRINK_M=config.shrink_m, SHRINK_R=shrink_r, SHRINK_K=config.shrink_k,
-            SHRINK_STAGES=config.shrink_stages, BM=config.block_m, BN=config.block_n, BK=config.block_k,
-            BR=max(next_power_of_2(r), 16), STAGES=config.num_stages, TOGETHER=config.together,
-            B_STAGES=config.b_stages, AHEAD=config.ahead if quantize >= 0 and aligned(weight) else 0,
-            # the bare base from x: another call's blocks beside its main loop do not pay
-            EARLY=config.early, OVERLAP=config.overlap and (lora or quantize < 0), PDL=pdl, num_warps=config.num_warps,
-            # as in K2: rows without adapter must round as the bare base does
-            enable_fp_fusion=layout == "block",
-            **({"launch_pdl": True} if pdl else {}),
+        signal = take_signal(x.device, HEADER + tiles) if lora or quantize >= 0 else y
+        launch(
+            decode_kernel, x,
+            (x, operand, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
+             planes, h, signal, tuple(a) or (y,), tuple(b) or (y,), tuple(b_bias) or (y,), y if rank is None else rank,
+             y if scaling is None else scaling, *(groups[:4] if groups is not None else (y, y, y, y))),
+            _decode_shape, m, k, r, num_groups, slots, tiles,
+            tuple([t.shape[1] for t in b]) if lora else (n,), x.stride(0), operand.stride(0),
+            x_scale.stride(0) if x_scale is not None and per_row else 0, weight.stride(0),
+            a[0].stride(0) if lora else 0, a[0].stride(1) if lora else 0, tuple([t.stride(0) for t in b]) or (0,),
+            b[0].stride(1) if lora else 0, stride_or_zero(rank), stride_or_zero(scaling), layout, codes, quantize,
+            lora, rank is not None, scaling is not None, bool(b_bias), bias is not None, aligned(weight), pdl, config,
         )  # fmt: skip
     return y
+
+
+def _shrink_tiles(m: int, slices: int, r: int, num_groups: int, slots: int, config: Decode) -> int:
+    """Tiles of h, whatever the groups: each of a group's but its first is full before it."""
+    active = min(num_groups, slots, m)
+    return (active + (m - active) // config.shrink_m) * slices * cdiv(r, _shrink_ranks(r, config))
+
+
+def _shrink_ranks(r: int, config: Decode) -> int:
+    return min(max(next_power_of_2(r), 16), config.shrink_r)
+
+
+def _decode_shape(
+    m: int, k: int, r: int, num_groups: int, slots: int, tiles: int, widths: tuple[int, ...], stride_xm: int,
+    stride_cm: int, stride_sm: int, stride_wn: int, stride_al: int, stride_ar: int, stride_bls: tuple[int, ...],
+    stride_bn: int, rank_stride: int, scaling_stride: int, layout: str, codes: int, quantize: int, lora: bool,
+    has_rank: bool, has_scaling: bool, has_lora_bias: bool, has_bias: bool, aligned_weight: bool, pdl: bool,
+    config: Decode,
+) -> Shape:  # fmt: skip
+    quantize_programs = m * cdiv(k, config.part) if quantize >= 0 else 0
+    shrink_programs = tiles * config.split_k
+    linear_programs = sum(cdiv(w, config.block_n) for w in widths)
+    integers = (
+        m, k, r, num_groups, slots, quantize_programs, shrink_programs, tiles, linear_programs, stride_xm, stride_cm,
+        stride_sm, stride_wn, stride_al, stride_ar, stride_bls, stride_bn, rank_stride, scaling_stride,
+        cdiv(k, BLOCK), widths,
+    )  # fmt: skip
+    chunk, shrink_r = q.row_block(k), _shrink_ranks(r, config)
+    constants = dict(
+        GROUPS=next_power_of_2(num_groups), LAYOUT=LAYOUTS[layout], TERMS=codes, LORA=lora,
+        MANY=min(num_groups, slots, m) > 1, QUANTIZE=quantize, HAS_RANK=has_rank, HAS_SCALING=has_scaling,
+        HAS_LORA_BIAS=has_lora_bias, HAS_BIAS=has_bias, EVEN_K=k % config.block_k == 0,
+        CHUNKS=cdiv(k, chunk) if quantize in (q.TOKEN, q.TERMS) else 1, BQ=chunk,
+        PART=config.part if quantize >= 0 else BLOCK, RANK_TILES=cdiv(r, shrink_r),
+        SPLIT=config.split_k if tiles else 1, SHRINK_M=config.shrink_m, SHRINK_R=shrink_r, SHRINK_K=config.shrink_k,
+        SHRINK_STAGES=config.shrink_stages, BM=config.block_m, BN=config.block_n, BK=config.block_k,
+        BR=max(next_power_of_2(r), 16), STAGES=config.num_stages, TOGETHER=config.together,
+        B_STAGES=config.b_stages, AHEAD=config.ahead if quantize >= 0 and aligned_weight else 0, EARLY=config.early,
+        # the bare base from x: another call's blocks beside its main loop do not pay
+        OVERLAP=config.overlap and (lora or quantize < 0), PDL=pdl, num_warps=config.num_warps,
+        # as in K2: rows without adapter must round as the bare base does
+        enable_fp_fusion=layout == "block",
+    )  # fmt: skip
+    if pdl:
+        constants["launch_pdl"] = True
+    return (quantize_programs + shrink_programs + linear_programs,), integers, constants

@@ -12,13 +12,13 @@ from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Expand
 from torch_epilora.ops.triton.common import (
     column_tile,
-    on_device,
     pick,
     row_tile,
     slot_rank,
     slot_scaling,
     tile_rows,
 )
+from torch_epilora.ops.triton.launch import Shape, launch
 from torch_epilora.ops.triton.shrink import row_tiles, stride_or_zero
 
 
@@ -112,19 +112,31 @@ def expand_add(
     config: Expand,
 ) -> None:
     """Launch the expand over h [planes, M, slices, R], as K1 leaves it."""
-    m = y.shape[0]
     planes, _, _, r = h.shape
-    widths = tuple(t.shape[1] for t in b)
+    launch(
+        expand_kernel, y,
+        (y, h, tuple(b), tuple(b_bias) or (y,), y if rank is None else rank, y if scaling is None else scaling,
+         *groups[:4]),
+        _expand_shape, y.shape[0], r, groups.ids.shape[0], b[0].shape[0], planes, tuple([t.shape[1] for t in b]),
+        y.stride(0), h.stride(0), tuple([t.stride(0) for t in b]), b[0].stride(1), stride_or_zero(rank),
+        stride_or_zero(scaling), rank is not None, scaling is not None, bool(b_bias), config,
+    )  # fmt: skip
+
+
+def _expand_shape(
+    m: int, r: int, num_groups: int, slots: int, planes: int, widths: tuple[int, ...], stride_ym: int,
+    plane_stride: int, stride_bls: tuple[int, ...], stride_bn: int, rank_stride: int, scaling_stride: int,
+    has_rank: bool, has_scaling: bool, has_bias: bool, config: Expand,
+) -> Shape:  # fmt: skip
     run = config.block_n * config.run
     column_runs = sum(cdiv(w, run) for w in widths)
-    with on_device(y):
-        expand_kernel[(column_runs * row_tiles(m, groups.ids.shape[0], config.block_m),)](
-            y, h, tuple(b), tuple(b_bias) or (y,), y if rank is None else rank, y if scaling is None else scaling,
-            *groups[:4],
-            m, r, groups.ids.shape[0], b[0].shape[0], column_runs, y.stride(0), h.stride(0),
-            tuple(t.stride(0) for t in b), b[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling), widths,
-            GROUPS=next_power_of_2(groups.ids.shape[0]), HAS_RANK=rank is not None,
-            HAS_SCALING=scaling is not None, HAS_BIAS=bool(b_bias), PLANES=planes,
-            BM=config.block_m, BN=config.block_n, BR=config.block_r, RUN=run, ONCE=r <= config.block_r,
-            STAGES=config.num_stages, num_warps=config.num_warps,
-        )  # fmt: skip
+    integers = (
+        m, r, num_groups, slots, column_runs, stride_ym, plane_stride, stride_bls, stride_bn, rank_stride,
+        scaling_stride, widths,
+    )  # fmt: skip
+    constants = dict(
+        GROUPS=next_power_of_2(num_groups), HAS_RANK=has_rank, HAS_SCALING=has_scaling, HAS_BIAS=has_bias,
+        PLANES=planes, BM=config.block_m, BN=config.block_n, BR=config.block_r, RUN=run, ONCE=r <= config.block_r,
+        STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return (column_runs * row_tiles(m, num_groups, config.block_m),), integers, constants

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK, Groups
 from torch_epilora.ops.plan import Gemm
-from torch_epilora.ops.triton.common import ASM, column_tile, on_device, pick, slot_rank, slot_scaling, sum_of
+from torch_epilora.ops.triton.common import ASM, column_tile, pick, slot_rank, slot_scaling, sum_of
 from torch_epilora.ops.triton.expand import load_h
+from torch_epilora.ops.triton.launch import Shape, launch
 from torch_epilora.ops.triton.shrink import stride_or_zero
 
 LAYOUTS = {"tensor": 0, "channel": 1, "block": 2}
@@ -172,28 +173,43 @@ def linear(
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
     b, b_bias = b or [], b_bias or []
     lora = h is not None
-    widths = tuple(t.shape[1] for t in b) if lora else (n,)
-    n_tiles, m_tiles = sum(cdiv(w, config.block_n) for w in widths), cdiv(m, config.block_m)
-    r = h.shape[3] if h is not None else 1
     stride_sm = 0 if x_scale is None or x_scale.shape[0] != m else x_scale.stride(0)
-    with on_device(x):
-        linear_kernel[(m_tiles * n_tiles,)](
-            x, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
-            y if h is None else h, tuple(b) or (y,), tuple(b_bias) or (y,), y if rank is None else rank,
-            y if scaling is None else scaling, *(groups[:4] if groups is not None else (y, y, y, y)),
-            m, k, r, groups.ids.shape[0] if groups is not None else 0, b[0].shape[0] if b else 0, m_tiles, n_tiles,
-            weight.stride(0), x.stride(0), stride_sm, h.stride(0) if h is not None else 0,
-            tuple(t.stride(0) for t in b) or (0,), b[0].stride(1) if b else 0, stride_or_zero(rank),
-            stride_or_zero(scaling), cdiv(k, BLOCK), widths,
-            GROUPS=next_power_of_2(groups.ids.shape[0]) if groups is not None else 1,
-            LAYOUT=LAYOUTS[layout], W8A8=x_scale is not None, LORA=lora, HAS_RANK=rank is not None,
-            HAS_SCALING=scaling is not None, HAS_LORA_BIAS=bool(b_bias), HAS_BIAS=bias is not None,
-            EVEN_K=k % config.block_k == 0, PLANES=h.shape[0] if h is not None else 1,
-            BM=config.block_m, BN=config.block_n, BK=config.block_k,
-            BR=min(max(next_power_of_2(r), 16), config.block_r), SWIZZLE=8, STAGES=config.num_stages,
-            num_warps=config.num_warps,
-            # a product fused into the bias's sum would round rows without adapter otherwise than the bare base does;
-            # block scales have their products inside the main loop, which both share
-            enable_fp_fusion=layout == "block",
-        )  # fmt: skip
+    launch(
+        linear_kernel, x,
+        (x, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
+         y if h is None else h, tuple(b) or (y,), tuple(b_bias) or (y,), y if rank is None else rank,
+         y if scaling is None else scaling, *(groups[:4] if groups is not None else (y, y, y, y))),
+        _linear_shape, m, k, tuple([t.shape[1] for t in b]) if lora else (n,),
+        (h.shape[3], groups.ids.shape[0], b[0].shape[0], h.shape[0]) if groups is not None and h is not None
+        else (1, 0, 0, 1),
+        weight.stride(0), x.stride(0), stride_sm, h.stride(0) if h is not None else 0,
+        tuple([t.stride(0) for t in b]) or (0,), b[0].stride(1) if b else 0, stride_or_zero(rank),
+        stride_or_zero(scaling), layout, x_scale is not None, lora, rank is not None, scaling is not None, bool(b_bias),
+        bias is not None, config,
+    )  # fmt: skip
     return y
+
+
+def _linear_shape(
+    m: int, k: int, widths: tuple[int, ...], adapters: tuple[int, int, int, int], stride_wn: int, stride_xm: int,
+    stride_sm: int, plane_stride: int, stride_bls: tuple[int, ...], stride_bn: int, rank_stride: int,
+    scaling_stride: int, layout: str, w8a8: bool, lora: bool, has_rank: bool, has_scaling: bool, has_lora_bias: bool,
+    has_bias: bool, config: Gemm,
+) -> Shape:  # fmt: skip
+    r, num_groups, slots, planes = adapters
+    n_tiles, m_tiles = sum(cdiv(w, config.block_n) for w in widths), cdiv(m, config.block_m)
+    integers = (
+        m, k, r, num_groups, slots, m_tiles, n_tiles, stride_wn, stride_xm, stride_sm, plane_stride, stride_bls,
+        stride_bn, rank_stride, scaling_stride, cdiv(k, BLOCK), widths,
+    )  # fmt: skip
+    constants = dict(
+        GROUPS=next_power_of_2(max(num_groups, 1)), LAYOUT=LAYOUTS[layout], W8A8=w8a8, LORA=lora, HAS_RANK=has_rank,
+        HAS_SCALING=has_scaling, HAS_LORA_BIAS=has_lora_bias, HAS_BIAS=has_bias, EVEN_K=k % config.block_k == 0,
+        PLANES=planes, BM=config.block_m, BN=config.block_n, BK=config.block_k,
+        BR=min(max(next_power_of_2(r), 16), config.block_r), SWIZZLE=8, STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        # a product fused into the bias's sum would round rows without adapter otherwise than the bare base does;
+        # block scales have their products inside the main loop, which both share
+        enable_fp_fusion=layout == "block",
+    )  # fmt: skip
+    return (m_tiles * n_tiles,), integers, constants

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK
 from torch_epilora.ops.reference import FP8_MAX, MIN_GROUP_AMAX, MIN_SCALE
-from torch_epilora.ops.triton.common import on_device
+from torch_epilora.ops.triton.launch import Shape, launch
 
 TOKEN, GROUP, STATIC = 0, 1, 2
 TERMS = 3
@@ -157,6 +157,11 @@ def quantize_kernel(x_ptr, codes_ptr, scale_ptr, K, stride_xm, stride_sm, MODE: 
     quantize_row(x_ptr + row * stride_xm, codes_ptr + row * K, scale_ptr + row * stride_sm, K, MODE, BK)
 
 
+def _quantize_shape(m: int, k: int, stride_xm: int, stride_sm: int, mode: int) -> Shape:
+    constants = {"MODE": mode, "BK": row_block(k), "num_warps": 4 if k <= 2048 else 8}
+    return (m,), (k, stride_xm, stride_sm), constants
+
+
 def row_block(k: int) -> int:
     """Columns a program handles at once: a power of two, at least one 128-group."""
     return min(max(next_power_of_2(k), BLOCK), 4096)
@@ -179,10 +184,7 @@ def quantize(x: Tensor, mode: int, scale: Tensor | None = None) -> tuple[Tensor,
         scale = made
     if m and k:
         stride = 0 if made is None else made.stride(0)
-        with on_device(x):
-            quantize_kernel[(m,)](
-                x, codes, scale, k, x.stride(0), stride, MODE=mode, BK=row_block(k), num_warps=4 if k <= 2048 else 8
-            )
+        launch(quantize_kernel, x, (x, codes, scale), _quantize_shape, m, k, x.stride(0), stride, mode)
     elif m and made is not None and mode == TOKEN:
         made.fill_(MIN_SCALE)
     return codes, scale  # type: ignore[return-value]  # STATIC has one given

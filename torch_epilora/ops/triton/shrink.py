@@ -11,7 +11,8 @@ from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Shrink
 from torch_epilora.ops.triton import quantize as q
-from torch_epilora.ops.triton.common import on_device, pick, row_tile, slot_rank, slot_scaling, tile_rows
+from torch_epilora.ops.triton.common import pick, row_tile, slot_rank, slot_scaling, tile_rows
+from torch_epilora.ops.triton.launch import Shape, launch
 
 
 @triton.jit
@@ -160,36 +161,57 @@ def shrink_planes(
         codes, made = q.empty_codes(m, k, quantize, x.device)
         if made is not None:
             x_scale, stride_sm = made, made.stride(0)
-    rank_tiles, tiles = cdiv(r, config.block_r), row_tiles(m, groups.ids.shape[0], config.block_m)
-    quantize_rows = m if quantize >= 0 else 0
-    with on_device(x):
-        shrink_kernel[(quantize_rows + tiles * len(a) * rank_tiles * split,)](
-            x, codes, x if x_scale is None else x_scale, h, tuple(a), x if rank is None else rank,
-            x if scaling is None else scaling, *groups[:4],
-            m, k, r, groups.ids.shape[0], slots, rank_tiles, quantize_rows,
-            x.stride(0), stride_sm, a[0].stride(0), a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling),
-            GROUPS=next_power_of_2(groups.ids.shape[0]), HAS_RANK=rank is not None,
-            HAS_SCALING=scaling is not None, QUANTIZE=quantize, BQ=q.row_block(k),
-            BM=config.block_m, BR=config.block_r, BK=config.block_k, SPLIT=split, STAGES=config.num_stages,
-            num_warps=config.num_warps,
-        )  # fmt: skip
+    launch(
+        shrink_kernel, x,
+        (x, codes, x if x_scale is None else x_scale, h, tuple(a), x if rank is None else rank,
+         x if scaling is None else scaling, *groups[:4]),
+        _shrink_shape, m, k, r, len(a), groups.ids.shape[0], slots, x.stride(0), stride_sm, a[0].stride(0),
+        a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling), rank is not None, scaling is not None, quantize,
+        config,
+    )  # fmt: skip
     if config.reduce and split > 1:
         h = sum_planes(h, scaling, groups, slots, torch.empty((m, len(a), r), dtype=x.dtype, device=x.device))[None]
     return h, codes, x_scale
 
 
+def _shrink_shape(
+    m: int, k: int, r: int, slices: int, num_groups: int, slots: int, stride_xm: int, stride_sm: int, stride_al: int,
+    stride_ar: int, rank_stride: int, scaling_stride: int, has_rank: bool, has_scaling: bool, quantize: int,
+    config: Shrink,
+) -> Shape:  # fmt: skip
+    rank_tiles, tiles = cdiv(r, config.block_r), row_tiles(m, num_groups, config.block_m)
+    quantize_rows = m if quantize >= 0 else 0
+    integers = (
+        m, k, r, num_groups, slots, rank_tiles, quantize_rows, stride_xm, stride_sm, stride_al, stride_ar, rank_stride,
+        scaling_stride,
+    )  # fmt: skip
+    constants = dict(
+        GROUPS=next_power_of_2(num_groups), HAS_RANK=has_rank, HAS_SCALING=has_scaling, QUANTIZE=quantize,
+        BQ=q.row_block(k), BM=config.block_m, BR=config.block_r, BK=config.block_k, SPLIT=config.split_k,
+        STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return (quantize_rows + tiles * slices * rank_tiles * config.split_k,), integers, constants
+
+
 def sum_planes(planes: Tensor, scaling: Tensor | None, groups: Groups, slots: int, out: Tensor) -> Tensor:
     """Add K1's fp32 planes [split_k, M, slices, R] in order into ``out`` [M, slices, R], scaled and rounded."""
     split, m, slices, r = planes.shape
-    block_m = 16
-    with on_device(out):
-        sum_planes_kernel[(row_tiles(m, groups.ids.shape[0], block_m), slices)](
-            planes, out, out if scaling is None else scaling, *groups[:4],
-            m, r, groups.ids.shape[0], slots, stride_or_zero(scaling),
-            SLICES=slices, GROUPS=next_power_of_2(groups.ids.shape[0]), HAS_SCALING=scaling is not None,
-            BM=block_m, BR=min(next_power_of_2(r), 128), SPLIT=split,
-        )  # fmt: skip
+    launch(
+        sum_planes_kernel, out, (planes, out, out if scaling is None else scaling, *groups[:4]),
+        _sum_shape, split, m, slices, r, groups.ids.shape[0], slots, stride_or_zero(scaling), scaling is not None,
+    )  # fmt: skip
     return out
+
+
+def _sum_shape(
+    split: int, m: int, slices: int, r: int, num_groups: int, slots: int, scaling_stride: int, has_scaling: bool
+) -> Shape:
+    block_m = 16
+    constants = dict(
+        SLICES=slices, GROUPS=next_power_of_2(num_groups), HAS_SCALING=has_scaling, BM=block_m,
+        BR=min(next_power_of_2(r), 128), SPLIT=split,
+    )  # fmt: skip
+    return (row_tiles(m, num_groups, block_m), slices), (m, r, num_groups, slots, scaling_stride), constants
 
 
 def shrink(
