@@ -54,6 +54,8 @@ test-gpu:
 
 # Every kernel once under NVIDIA's checkers for bad accesses and races; minutes.
 sanitize:
+	@command -v compute-sanitizer >/dev/null || { echo "make sanitize: compute-sanitizer is not on PATH:" \
+		"add the bin folder of the CUDA toolkit, often /usr/local/cuda/bin" >&2; exit 1; }
 	PYTHONPATH=$(CURDIR) compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m tests.gpu.sanitize
 	PYTHONPATH=$(CURDIR) compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m tests.gpu.sanitize
 

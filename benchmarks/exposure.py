@@ -1,6 +1,6 @@
 """How much of the shrink stays exposed on the decode path (EpiLoRA Figure 5, Table 17), projection by projection.
 
-    python -m benchmarks.exposure --out benchmarks/results/h200/exposure.json
+    python -m benchmarks.exposure --out /tmp/exposure.json
 
 If programs that run beside each other hide the shrink, a projection takes no longer with it than with its result given.
 ``exposed`` is that difference, codes - h_given, in microseconds; ``shrink`` is the operator alone, and ``gemm``, the
@@ -15,7 +15,7 @@ import torch
 from benchmarks import layer
 from benchmarks.models import MODELS
 from benchmarks.overhead import add_options, checked_options, compile_all, conclude, measure, wrong
-from benchmarks.timing import environment
+from benchmarks.timing import environment, need_gpu
 
 VARIANTS = ("codes", "h_given", "gemm", "shrink")
 SHAPES = ["qwen3-8b", "qwen3-8b-tp2", "qwen3-8b-tp4", "qwen3-8b-tp8", "qwen3-0.6b", "qwen3-1.7b"]
@@ -43,6 +43,7 @@ def points(options: argparse.Namespace) -> list[tuple[str, str, int, int]]:
 
 def main() -> None:
     options = parse()
+    need_gpu()
     sources, started = environment(), time.perf_counter()
     jobs = [(*MODELS[model][name], m, rank, VARIANTS) for model, name, m, rank in points(options)]
     compile_all(jobs, options.processes)

@@ -1,6 +1,6 @@
 """Host time of eager calls: what the CPU spends to launch one layer's four projections (EpiLoRA, Table 26).
 
-    python -m benchmarks.host --tokens 16 512 2048 --adapters 8 --out benchmarks/results/h200/host.json
+    python -m benchmarks.host --tokens 16 512 2048 --adapters 8 --out /tmp/host.json
 
 Prints microseconds a layer. The GPU is kept busy while calls are queued behind it, so that only the host's time is
 counted: Python, the operator's checks and plan, allocations and launches. ``ours`` is ``lora_linear``; ``triton`` the
@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks import peers
 from benchmarks.layer import DEVICE, write
 from benchmarks.models import MODELS
-from benchmarks.timing import environment
+from benchmarks.timing import check_out, environment, need_gpu
 from tests.cases import make_case
 from torch_epilora.ops.triton import launch
 
@@ -69,6 +69,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    check_out(parser, options.out)
+    need_gpu()
     rows = []
     for m, slots in product(options.tokens, options.adapters):
         parts = {

@@ -1,10 +1,11 @@
 """One decoder layer's four projections with LoRA adapters: the library's paths beside its peers' kernels, in one run.
 
-    python -m benchmarks.layer --tokens 16 256 2048 --adapters 1 32 --out benchmarks/results/h200/layer_channel.json
-    python -m benchmarks.layer --tokens 1 16 32 --adapters 1 8 32 --compute w8a8 w8a16 --out .../decode_channel.json
-    python -m benchmarks.layer --tokens 64 256 --adapters 32 --rank 128 --batch mixed --out .../tenants_mixed.json
+    python -m benchmarks.layer --tokens 16 256 2048 --adapters 1 32 --out /tmp/layer.json
+    python -m benchmarks.layer --tokens 1 16 32 --adapters 1 8 32 --compute w8a8 w8a16 --out /tmp/decode.json
+    python -m benchmarks.layer --tokens 64 256 --adapters 32 --rank 128 --batch mixed --out /tmp/mixed.json
 
-Prints microseconds a layer (the four projections summed) and writes every figure with GPU, versions and commit.
+Prints microseconds a layer (the four projections summed) and writes every figure with GPU, versions, commit and this
+command's arguments.
 Weights are rotated so that none comes from L2; ``--batch`` says whose the rows are (``benchmarks/batches.py``). Each
 system's output is compared with fp64 before it is timed, its memory full of NaN when it starts. The whole measurement
 of a projection is repeated; its mean counts, and the least and the most are kept as its spread. A tensor-parallel shard
@@ -34,7 +35,7 @@ from torch import Tensor
 from benchmarks import batches, peers, sglang_part
 from benchmarks.models import MODELS
 from benchmarks.peers import Call
-from benchmarks.timing import copies, environment
+from benchmarks.timing import check_out, copies, environment, need_gpu
 from tests.cases import Case, group_rows, make_case, oracle, sqnr
 from torch_epilora.cli.timing import median_times
 from torch_epilora.ops.dispatch import plan_of
@@ -192,10 +193,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.repeat < 1:
         parser.error(f"--repeat: expected at least 1, but {options.repeat} came")
+    check_out(parser, options.out)
     here = [*OURS, *peers.installed()]
-    missing = [name for name in options.systems or here if name not in here]
-    if missing:
-        parser.error(f"--systems: {', '.join(missing)} need vLLM installed, and sglang also {sglang_part.VARIABLE} set")
+    needs = {
+        name: f"{name} needs vLLM installed" + f", and {sglang_part.VARIABLE} set" * (name == "sglang")
+        for name in options.systems or here
+        if name not in here
+    }
+    if needs:
+        parser.error(f"--systems: {'; '.join(needs.values())}")
     options.systems = options.systems or here
     return options
 
@@ -208,6 +214,7 @@ def write(path: Path, sources: dict, rows: list[dict]) -> None:
 
 def main() -> None:
     options = parse()
+    need_gpu()
     sources = {**environment(), "sglang": sglang_part.release()}
     rows, wrong = [], False
     for model, m, slots, compute in product(options.models, options.tokens, options.adapters, options.compute):

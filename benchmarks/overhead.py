@@ -1,6 +1,6 @@
 """Where a decode layer's time goes (EpiLoRA Tables 11 to 13): the decode kernel with one part after another left out.
 
-    python -m benchmarks.overhead --tokens 1 4 8 16 --ranks 16 64 128 --out benchmarks/results/h200/overhead.json
+    python -m benchmarks.overhead --tokens 1 4 8 16 --ranks 16 64 128 --out /tmp/overhead.json
 
 One adapter, W8A8, scales per channel, microseconds a projection and summed over the layer. All variants take turns in
 one measurement, on rotated weights and adapters, so that every byte comes from memory; each was compared with fp64.
@@ -32,7 +32,7 @@ from benchmarks import layer, peers
 from benchmarks.models import MODELS
 from benchmarks.peers import Call
 from benchmarks.read_rate import read_us
-from benchmarks.timing import copies, environment
+from benchmarks.timing import check_out, copies, environment, need_gpu
 from tests.cases import Case, make_case, oracle
 from torch_epilora.cli.timing import median_times
 from torch_epilora.ops.dispatch import plan_of
@@ -233,6 +233,7 @@ def checked_options(parser: argparse.ArgumentParser, arguments: list[str] | None
                 parser.error(f"--{name}: expected 1 to {most}, the decode kernel's, but {value} came")
     if options.repeat < 1:
         parser.error(f"--repeat: expected at least 1, but {options.repeat} came")
+    check_out(parser, options.out)
     return options
 
 
@@ -261,6 +262,7 @@ def conclude(started: float, failed: bool) -> None:
 
 def main() -> None:
     options = parse()
+    need_gpu()
     sources, started = environment(), time.perf_counter()
     shapes = [(model, name, rank) for model in options.models for name in options.projections for rank in options.ranks]
     jobs = [(*MODELS[model][name], m, rank, VARIANTS) for m in options.tokens for model, name, rank in shapes]

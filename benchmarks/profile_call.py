@@ -1,6 +1,6 @@
 """What the GPU runs for eager calls of ``lora_linear`` on the decode path: one call, and two in a row.
 
-    python -m benchmarks.profile_call --out benchmarks/results/h200/profile.json
+    python -m benchmarks.profile_call --out /tmp/profile.json
 
 Prints every GPU event between the calls' first and last, with its start, its duration and whether it began before the
 one before it had ended, and checks what the documentation says: each call is one kernel, nothing is cleared or copied,
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import layer
 from benchmarks.models import MODELS
-from benchmarks.timing import environment
+from benchmarks.timing import check_out, environment, need_gpu
 from tests.cases import Case, make_case
 from torch_epilora.ops.dispatch import plan_of
 from torch_epilora.ops.plan import DECODE_MAX_TOKENS
@@ -90,11 +90,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 1 <= options.tokens <= DECODE_MAX_TOKENS:
         parser.error(f"--tokens: expected 1 to {DECODE_MAX_TOKENS}, the decode path's, but {options.tokens} came")
+    check_out(parser, options.out)
     return options
 
 
 def main() -> None:
     options = parse()
+    need_gpu()
     pdl, rows = pdl_works(torch.device("cuda", torch.cuda.current_device())), []
     for projection in options.projections:
         for slots in options.adapters:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.models import MODELS
-from benchmarks.timing import copies, environment
+from benchmarks.timing import check_out, copies, environment, need_gpu
 from torch_epilora.cli.timing import median_times
 
 SHAPES = [(4096, 1, 4), (8192, 1, 8), (4096, 4, 4), (8192, 2, 8), (4096, 8, 8), (4096, 16, 8), (2048, 16, 4)]
@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("sizes", nargs="*", type=int, default=[*layer, 10**9, 8 * 10**9])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    check_out(parser, options.out)
+    need_gpu()
     rows = []
     for size in options.sizes:
         us = read_us(size)

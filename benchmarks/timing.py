@@ -1,17 +1,42 @@
-"""What every benchmark shares beside ``torch_epilora.cli.timing``: how often to copy a weight, and where it ran."""
+"""What every benchmark shares beside ``torch_epilora.cli.timing``: what it needs, copies of a weight, where it ran."""
 
+import argparse
 import os
+import shlex
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import triton
 
+from torch_epilora.cli.machine import why_no_gpu
+
 
 def copies(weight_bytes: int, *, at_least: int = 400_000_000) -> int:
     """Copies of a weight that exceed the L2 cache several times over."""
     return max(3, -(-at_least // weight_bytes))
+
+
+def need_gpu() -> None:
+    """Leave with an error where torch finds no CUDA device: call it once the command line has been read."""
+    reason = why_no_gpu()
+    if reason is not None:
+        sys.exit(
+            f"nothing to measure: {reason}. A benchmark needs a CUDA GPU; "
+            "`epilora bench --quick --cpu` times the reference on the CPU."
+        )
+
+
+def check_out(parser: argparse.ArgumentParser, out: Path | None) -> None:
+    """Refuse a result file that could not be written, before anything is measured."""
+    if out is None:
+        return
+    if not out.parent.is_dir():
+        parser.error(f"--out: expected a file in an existing folder, but {out} came: make {out.parent} first")
+    if out.is_dir():
+        parser.error(f"--out: expected a file, but the folder {out} came: name a file in it")
 
 
 def _version(package: str) -> str | None:
@@ -21,8 +46,16 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _command(arguments: list[str]) -> str:
+    """The command's arguments, but for where this machine was to write the result."""
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return shlex.join(arguments)
+
+
 def environment() -> dict[str, object]:
-    """GPU, versions and commit, for the head of a result."""
+    """GPU, versions, commit and the command's arguments, for the head of a result."""
     commit = os.environ.get("EPILORA_COMMIT")
     if commit is None:
         git = subprocess.run(
@@ -38,4 +71,5 @@ def environment() -> dict[str, object]:
         "triton": triton.__version__,
         "vllm": _version("vllm"),
         "commit": commit,
+        "command": _command(sys.argv[1:]),
     }

@@ -140,7 +140,11 @@ def test_what_is_not_installed_is_not_measured(monkeypatch, tmp_path, capsys):
     assert layer.parse(["--systems", "decode", "bare"]).systems == ["decode", "bare"]
     with pytest.raises(SystemExit):
         layer.parse(["--systems", "bare", "sglang"])
-    assert "sglang need vLLM installed, and sglang also SGLANG_PART set" in capsys.readouterr().err
+    assert "--systems: sglang needs vLLM installed, and SGLANG_PART set" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        layer.parse(["--systems", "bare", "vllm"])
+    said = capsys.readouterr().err
+    assert said.endswith("--systems: vllm needs vLLM installed\n") and "SGLANG" not in said.splitlines()[-1]
     monkeypatch.delenv(sglang_part.VARIABLE, raising=False)
     assert sglang_part.release() is None
     monkeypatch.setenv(sglang_part.VARIABLE, str(tmp_path))

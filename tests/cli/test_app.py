@@ -61,13 +61,38 @@ def test_demo_names_the_library_it_lacks(monkeypatch):
 
     def missing(name, *args, **kwargs):
         if name == "torch_epilora.cli.demo":
-            raise ModuleNotFoundError("No module named 'gguf'", name="gguf")
+            raise ModuleNotFoundError("No module named 'peft'", name="peft")
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr("builtins.__import__", missing)
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1
-    assert "gguf is not installed; the demo needs: pip install 'torch-epilora[demo]'" in result.output
+    assert "peft is not installed; the demo needs the extra demo: run `make demo`, or" in result.output
+
+
+def test_demo_names_the_library_that_it_lacks_once_it_runs(monkeypatch):
+    from torch_epilora.cli import demo
+
+    def run(**arguments):
+        import no_such_library_here  # noqa: F401
+
+    monkeypatch.setattr(demo, "run_demo", run)
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert result.output.strip() == (
+        "epilora: no_such_library_here is not installed; the demo needs the extra demo: run `make demo`, or "
+        "`pip install '.[demo]'` in the checkout"
+    )
+
+
+def test_demo_hides_no_fault_of_its_own(monkeypatch):
+    from torch_epilora.cli import demo
+
+    def run(**arguments):
+        raise ModuleNotFoundError("No module named 'torch_epilora.x'", name="torch_epilora.x")
+
+    monkeypatch.setattr(demo, "run_demo", run)
+    assert isinstance(CliRunner().invoke(app, ["demo"]).exception, ModuleNotFoundError)
 
 
 def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
@@ -83,7 +108,7 @@ def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         entry.main()
     assert stopped.value.code == (
-        "epilora: typer is not installed; the command needs: pip install 'torch-epilora[cli]'"
+        "epilora: typer is not installed; the command needs the extra cli: run `pip install '.[cli]'` in the checkout"
     )
 
 

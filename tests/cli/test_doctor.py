@@ -67,6 +67,7 @@ def test_without_a_gpu_it_says_why_and_compiles_for_every_architecture(monkeypat
     result = _run(EPILORA_DISABLE_PDL="")
     assert result.exit_code == 0, result.output
     assert "GPU: none. torch finds no device." in result.output
+    assert "Probes: each compiles a small kernel, without a GPU to run it on" in " ".join(result.output.split())
     assert "EPILORA_DISABLE_PDL: not set" in result.output
     assert calls == [(probe, arch, None) for arch in (89, 90) for probe in ("probe_fp8", "probe_pdl")]
 
@@ -89,6 +90,7 @@ def test_every_gpu_is_probed_on_itself(monkeypatch):
     assert [call[0] for call in calls[:3]] == ["probe_fp8", "probe_scaled_mm", "probe_pdl"]
     assert "driver 580.1" in result.output
     assert "140 GiB" in result.output
+    assert "Probes: each compiles a small kernel, runs it and compares its values" in " ".join(result.output.split())
     assert "9.0" in result.output
 
 
@@ -129,6 +131,54 @@ def test_quantization_config_does_not_matter_to_the_shapes(tmp_path, folder):
     quantized = QWEN3_8B | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     other = _write(tmp_path / "fp8", quantized)
     assert _read(other, "block") == _read(folder, "block")
+
+
+FP8_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FP8_KINDS = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def _compressed(*strategies):
+    groups = {strategy: {"weights": FP8_KINDS | {"strategy": strategy}} for strategy in strategies}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "layout", "note"),
+    [
+        (None, None, "channel", None),
+        (None, "tensor", "tensor", None),
+        (FP8_BLOCK, None, "block", "layout: the checkpoint (fp8) has block scales"),
+        (FP8_BLOCK, "block", "block", "layout: the checkpoint (fp8) has block scales"),
+        (FP8_BLOCK, "tensor", "tensor", "layout: the checkpoint (fp8) has block scales; --layout tensor is shown"),
+        ({"quant_method": "fp8"}, None, "tensor", "layout: the checkpoint (fp8) has tensor scales"),
+        ({"quant_method": "fbgemm_fp8"}, None, "channel", "layout: the checkpoint (fbgemm_fp8) has channel scales"),
+        (_compressed("tensor"), None, "tensor", "layout: the checkpoint (compressed-tensors) has tensor scales"),
+        (
+            _compressed("tensor", "channel"), None, "channel",
+            "layout: the checkpoint (compressed-tensors) has channel and tensor scales, by module; "
+            "shown as patched with channel scales, see --layout",
+        ),
+        (
+            {"quant_method": "awq"}, None, "channel",
+            "layout: the checkpoint's own is not known (quantization_config: quant_method 'awq' is not supported; "
+            "expected one of compressed-tensors, modelopt, fbgemm_fp8, fp8); "
+            "shown as patched with channel scales, see --layout",
+        ),
+        (
+            [1], "block", "block",
+            "layout: the checkpoint's own is not known (quantization_config: expected an object, got list); "
+            "--layout block is shown",
+        ),
+    ],
+)  # fmt: skip
+def test_the_layout_is_the_checkpoints_own_unless_another_is_asked_for(tmp_path, own, asked, layout, note):
+    folder = _write(tmp_path / "model", QWEN3_8B | ({} if own is None else {"quantization_config": own}))
+    assert projections.choose_layout(folder, asked) == (layout, note)
+    result = _run(folder, "--arch", 90, *(() if asked is None else ("--layout", asked)))
+    assert result.exit_code == 0, result.output
+    assert f"{layout} scales, w8a8" in result.output
+    shown = " ".join(result.output.split())
+    assert note in shown if note else "layout:" not in shown
 
 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path, folder):
@@ -181,6 +231,13 @@ def test_a_gpu_without_fp8_is_told_so(folder):
     result = _run(folder, "--arch", 80)
     assert "to 8192: reference (1)" in result.output
     assert "(1) compute capability 8.0 has no FP8 tensor cores" in result.output
+
+
+def test_a_gpu_that_is_not_supported_is_told_which_are(folder):
+    result = _run(folder, "--arch", 103)
+    assert "to 8192: reference (1)" in result.output
+    reason = "(1) compute capability 10.3 is not one the kernels are built for: 8.9, 9.0, 10.0, 12.0"
+    assert reason in result.output
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """What the pages promise about the project's own files."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,15 @@ def test_continuous_integration_calls_the_readmes_test_command():
     script = (ROOT / ".ci/run").read_text(encoding="utf-8")
     assert "set -euo pipefail" in script
     assert re.search(r"\bmake test\b", script)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_sanitize_says_what_it_lacks(tmp_path):
+    run = subprocess.run(
+        [shutil.which("make"), "sanitize"], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert run.returncode != 0
+    assert "make sanitize: compute-sanitizer is not on PATH" in run.stderr
 
 
 def test_constraints_pin_every_package_exactly():

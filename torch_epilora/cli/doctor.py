@@ -20,7 +20,7 @@ ARCHES = tuple(10 * major + minor for major, minor in SHARED_BYTES)
 
 
 def run_doctor(
-    console: Console, folder: Path | None, *, arch: int | None, layout: str, compute: str, rank: int, slots: int
+    console: Console, folder: Path | None, *, arch: int | None, layout: str | None, compute: str, rank: int, slots: int
 ) -> None:
     """Print a model's paths, then versions, GPUs and what the probes found.
 
@@ -32,8 +32,9 @@ def run_doctor(
         A model's folder; None leaves that part out.
     arch : int or None
         Show the model's paths on a GPU of this compute capability times ten; None is the first GPU here.
-    layout : str
-        Layout of the weight scales, "tensor", "channel" or "block".
+    layout : str or None
+        Layout of the weight scales, "tensor", "channel" or "block"; None is the checkpoint's own, "channel" where its
+        config names none.
     compute : str
         "w8a8" or "w8a16".
     rank : int
@@ -58,12 +59,16 @@ def run_doctor(
     console.print(_probe_table(console, devices))
 
 
-def _print_paths(console: Console, folder: Path, arch: int | None, **options: Any) -> None:
+def _print_paths(console: Console, folder: Path, arch: int | None, *, layout: str | None, **options: Any) -> None:
     from torch_epilora.cli.paths import paths_table, print_reasons
+    from torch_epilora.cli.projections import choose_layout
 
-    table, reasons = paths_table(folder, arch, **options)
+    layout, note = choose_layout(folder, layout)
+    table, reasons = paths_table(folder, arch, layout=layout, **options)
     console.print(table)
     print_reasons(console, reasons)
+    if note is not None:
+        console.print(note, markup=False, highlight=False)
     if arch is None:
         console.print("--arch 90 shows the paths on a GPU of capability 9.0", highlight=False)
     console.print()
@@ -87,7 +92,8 @@ def _gpu_table(devices: list[Gpu]) -> Table | str:
 
 
 def _probe_table(console: Console, devices: list[Gpu]) -> Table:
-    table = Table("probe", "", "found", title="Probes: each compiles a small kernel, runs it and compares its values")
+    how = "runs it and compares its values" if devices else "without a GPU to run it on"
+    table = Table("probe", "", "found", title=f"Probes: each compiles a small kernel, {how}")
     targets: list[tuple[int, str | None]] = [(gpu.arch, gpu.device) for gpu in devices]
     targets = targets or [(arch, None) for arch in ARCHES]
     marks = {True: "[green]yes[/]", False: "[red]no[/]", None: "[yellow]-[/]"}

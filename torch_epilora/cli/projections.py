@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch_epilora.formats.schemes import read_scheme
 from torch_epilora.nn import ProjectionInfo, describe, patch
 
-__all__ = ["read_dtype", "read_projections"]
+__all__ = ["choose_layout", "read_dtype", "read_projections"]
 
 # More layers than any model has: a config that says so is a mistake, and building it would take for ever.
 MAX_LAYERS = 1024
 MAX_CONFIG_BYTES = 16 << 20
 DTYPES = ("bfloat16", "float16", "float32")
+DEFAULT_LAYOUT = "channel"
+MAX_REASON = 300
 
 
 def read_projections(folder: Path, *, layout: str, compute: str, rank: int, slots: int) -> Counter[ProjectionInfo]:
@@ -73,6 +76,45 @@ def read_dtype(folder: Path) -> str:
     config = _read_config(folder)
     named = config.get("dtype", config.get("torch_dtype"))
     return named if named in DTYPES else "bfloat16"
+
+
+def choose_layout(folder: Path, asked: str | None) -> tuple[str, str | None]:
+    """Choose the layout of a model's weight scales: the one asked for, else the checkpoint's own, else "channel".
+
+    Parameters
+    ----------
+    folder : Path
+        A model's folder; only its config.json is read.
+    asked : str or None
+        "tensor", "channel" or "block"; None leaves the choice to the checkpoint.
+
+    Returns
+    -------
+    str
+        The layout.
+    str or None
+        What to say of the checkpoint's own quantization_config; None where it has none.
+
+    Raises
+    ------
+    ValueError
+        Where there is no readable config.json.
+    """
+    found = _read_config(folder).get("quantization_config")
+    if found is None:
+        return asked or DEFAULT_LAYOUT, None
+    shown = f"--layout {asked} is shown" if asked else f"shown as patched with {DEFAULT_LAYOUT} scales, see --layout"
+    try:
+        if not isinstance(found, dict):
+            raise ValueError(f"quantization_config: expected an object, got {type(found).__name__}.")
+        scheme = read_scheme(found, "quantization_config")
+    except (ValueError, NotImplementedError) as error:
+        reason = str(error)[:MAX_REASON].removesuffix(".")
+        return asked or DEFAULT_LAYOUT, f"layout: the checkpoint's own is not known ({reason}); {shown}"
+    own = f"layout: the checkpoint ({scheme.method}) has {' and '.join(scheme.layouts)} scales"
+    if len(scheme.layouts) > 1:
+        return asked or DEFAULT_LAYOUT, f"{own}, by module; {shown}"
+    return asked or scheme.layouts[0], own if asked in (None, scheme.layouts[0]) else f"{own}; {shown}"
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -454,8 +454,8 @@ def _decode_shape(
         SHRINK_STAGES=config.shrink_stages, BM=config.block_m, BN=config.block_n, BK=config.block_k,
         BR=max(next_power_of_2(r), 16), STAGES=config.num_stages, TOGETHER=config.together,
         B_STAGES=config.b_stages, AHEAD=config.ahead if quantize >= 0 and aligned_weight else 0, EARLY=config.early,
-        # the bare base from x: another call's blocks beside its main loop do not pay
-        OVERLAP=config.overlap and (lora or quantize < 0), PDL=pdl, num_warps=config.num_warps,
+        # measured: another call's blocks beside the main loop pay where codes are made or nothing else is done
+        OVERLAP=config.overlap and lora == (quantize >= 0), PDL=pdl, num_warps=config.num_warps,
         # as in K2: rows without adapter must round as the bare base does
         enable_fp_fusion=layout == "block",
     )  # fmt: skip
