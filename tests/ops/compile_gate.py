@@ -235,7 +235,6 @@ def decodes(capability: tuple[int, int]) -> list[tuple[Problem, dict]]:
         (32, 4096, 4096, 0, 1, 1, "channel", "w8a16", bf16, {}),
         (32, 4096, 4112, 16, 1, 33, "channel", "w8a16", bf16, {}),
         (16, 24576, 4112, 64, 2, 2, "tensor", "w8a16", bf16, {}),
-        (32, 24576, 4096, 128, 1, 2, "channel", "w8a16", bf16, {"bias": True}),
         (32, 4096, 4096, 72, 1, 33, "channel", "w8a16", bf16, {"bias": True}),
         (32, 5120, 5120, 72, 1, 33, "channel", "w8a8", bf16, {"codes": "static", "bias": True}),
     ]

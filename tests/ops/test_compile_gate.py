@@ -6,6 +6,7 @@ Two run at a time, about a minute each.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,9 @@ ARCHITECTURES = (90, 100, 120, 89)
 
 STACK = {89: 64, 90: 64, 100: 320, 120: 128}
 """Bytes of stack a kernel may use. Where K is no multiple of 16 every byte has its own address, and some of those are
-spilled (48 to 88 bytes today). On sm_100 the 64x128 tile of four warps under block scales holds two accumulators and
-spills 272. A rank of 512 handled at once, the mistake this is here for, takes thousands."""
+spilled (48 to 88 bytes today); so do many adapters of a rank above 64 that is no multiple of 16 (24 to 32). On sm_100
+the 64x128 tile of four warps under block scales holds two accumulators and spills 272. A rank of 512 handled at once,
+the mistake this is here for, takes thousands."""
 
 SLACK = {"linear_kernel": 2 << 10, "shrink_kernel": 2 << 10, "expand_kernel": 2 << 10, "decode_kernel": 64}
 """Bytes that the plan's estimate may lack: barriers and scale vectors, and in the expand the tiles of y in flight."""
@@ -113,7 +115,7 @@ def test_hopper_keeps_the_decode_kernels_multiplications_in_flight(reports: dict
 
 def test_aligned_shapes_do_not_spill_on_hopper(reports: dict[int, list[dict]]) -> None:
     tiled = ("linear_kernel", "decode_kernel")
-    rows = [row for row in reports[90] if name_of(row) in tiled and " k=130 " not in row["kernel"]]
+    rows = [row for row in reports[90] if name_of(row) in tiled and not re.search(" k=130 | r=72 ", row["kernel"])]
     assert len(rows) > 60
     assert [row for row in rows if row["stack"]] == []
 

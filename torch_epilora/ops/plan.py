@@ -380,9 +380,6 @@ def _decode(p: Problem) -> Decode:
         room = MULTIPROCESSORS - programs - tiles * split
         part = next((size for size in (1024, 2048) if p.m * cdiv(p.k, size) <= room), 4096)
     whole = large and not many  # one adapter's A is read once, not once for each 16 rows
-    # with four warps these spill registers; ranks that are not multiples of 16 take more of them
-    crowded = block_m * _columns(p) == 64 and (many or p.rank > 64 or p.layout == "block")
-    crowded = crowded or (many and p.rank > 64 and p.rank % 16 > 0)
     # measured: in long projections of 1 and of 17 to 32 tokens the next call's blocks are in this one's way
     overlap = one_wave and not (long and (p.m == 1 or 16 < p.m <= 32)) if p.rank else not large
     return Decode(
@@ -393,7 +390,8 @@ def _decode(p: Problem) -> Decode:
         b_stages=4 if one_wave or p.m > 16 else 3,
         ahead=1024 if one_wave and 1024 <= p.k <= 8192 else 512 if long and p.m <= 16 else 0, early=2,
         overlap=overlap and not many,
-        num_warps=8 if crowded else 4,
+        # or 64 columns spill registers; where four warps hold many adapters, eight take 1.1 to 1.6 times as long
+        num_warps=8 if large and (many or p.rank > 64 or p.layout == "block") else 4,
     )  # fmt: skip
 
 
