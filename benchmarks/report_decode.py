@@ -48,6 +48,14 @@ PROFILE = """### What the GPU runs
 Every GPU event of eager calls, as `torch.profiler` records them (`benchmarks/profile_call.py`): each call is one
 kernel, and nothing is cleared or copied between two calls. Start and duration in microseconds."""
 
+HOST = """### What the host spends
+
+Host time of a layer's four eager calls while the GPU is busy (`benchmarks/host.py`; EpiLoRA Table 26), in
+microseconds: Python, checks, allocations and launches. *By Triton*: the same with every launch through Triton's own
+launcher, which the library takes the first time alone."""
+
+HOST_SYSTEMS = {"lora_linear": "ours", "by Triton": "triton", "vLLM bare": "vllm_bare", "vLLM LoRA": "vllm"}
+
 
 def over(us: dict, one: str, *others: str) -> float | None:
     """One system's time over the least of the others', where all were measured."""
@@ -152,10 +160,24 @@ def profile_part(path: Path) -> list[str]:
     return [PROFILE + pdl, source(path, env), markdown(heading, lines)]
 
 
+def host_part(path: Path) -> list[str]:
+    """The host's result file; its ratio is to vLLM's quantizer, GEMM, shrink and expand together."""
+    env, rows = read(path)
+    heading = ["model", "rank", "tokens", "adapters", *HOST_SYSTEMS, "lora_linear / vLLM LoRA"]
+    lines = [
+        [*(str(row[key]) for key in ("model", "rank", "tokens", "adapters")),
+         *(cell(row["us"].get(system), 0) for system in HOST_SYSTEMS.values()),
+         cell(over(row["us"], "ours", "vllm"), 2)]
+        for row in rows
+    ]  # fmt: skip
+    return [HOST, source(path, env), markdown(heading, lines)]
+
+
 PARTS: dict[str, Callable[[Path], list[str]]] = {
     "overhead.json": overhead_tables,
     "exposure.json": exposure_part,
     "profile.json": profile_part,
+    "host.json": host_part,
 }
 """Result files beside ``decode_*.json``, and what makes their sections."""
 
