@@ -2,8 +2,8 @@
 
 Every figure of the page is read from a JSON under benchmarks/results; a test compares the page with what this writes.
 ``layer_*.json`` and ``decode_*.json`` are of ``benchmarks.layer``, the latter with the decode path's columns;
-``overhead.json``, ``exposure.json``, ``profile.json`` and ``host.json`` are of the benchmarks of those names. A file that is not there
-leaves its section out. Drawing the figure takes matplotlib.
+``overhead.json``, ``exposure.json``, ``profile.json`` and ``host.json`` are of the benchmarks of those names. A file
+that is not there leaves its section out. Drawing the figure takes matplotlib.
 """
 
 import argparse
