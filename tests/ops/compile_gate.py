@@ -132,7 +132,7 @@ class Gate:
             torch.empty(slots, dtype=torch.int32) if rank and slots else None,
             torch.empty(len(widths), slots) if rank and slots else None, *groups, p.compute,
         )  # fmt: skip
-        dispatch._decode(call, plan)
+        dispatch._decode(call, plan)(call)
 
     def probe(self) -> None:
         """Compile what finds out whether dependent launches can be compiled."""

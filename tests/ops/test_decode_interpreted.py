@@ -86,7 +86,8 @@ def decoded(case: Case, tiles: Decode | None = None, *, bare: bool = False) -> T
     plan = make_plan(Problem(*case.x.shape, case.weight.shape[0]))
     with time_limit(60), pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch_epilora.ops.triton.pdl.pdl_works", lambda device: False)
-        return dispatch._decode(Call(*case.args()), replace(plan, decode=tiles or config(case.x.shape[0])))
+        call = Call(*case.args())
+        return dispatch._decode(call, replace(plan, decode=tiles or config(case.x.shape[0])))(call)
 
 
 def stale(case: Case, padding: int) -> None:

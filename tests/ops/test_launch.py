@@ -1,6 +1,5 @@
 """Launches past Triton's own: the kernel it found for the same values, and its own launch where they could differ."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -39,17 +38,16 @@ class Kernel:
         return run
 
 
-def shape(m: int, widths: tuple[int, ...], config: int) -> launch.Shape:
+def shape(m: int = 3, widths: tuple[int, ...] = (5, 6), config: int = 7) -> launch.Shape:
     # the constants stand in another order than the kernel's parameters do
     return (m, 2), (m, widths), {"SPLIT": config + 1, "BM": config, "num_warps": 4}
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    monkeypatch.setattr(launch, "_kept", {})
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     active = SimpleNamespace(get_current_stream=lambda device: 100 + device)
     monkeypatch.setattr(launch.triton.runtime.driver, "_active", active, raising=False)
-    yield Kernel()
+    return Kernel()
 
 
 def tensors(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
@@ -57,61 +55,94 @@ def tensors(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, tuple[Tensor, 
     return x, (a0, a1), y
 
 
-def call(kernel: Kernel, pointers: tuple, *, device: int = 0, m: int = 3, widths=(5, 6), config: int = 7) -> None:
-    launch._launch(kernel, device, pointers, shape, (m, widths, config))
+# --- one launch -------------------------------------------------------------------------------------------------------
 
 
-def test_the_second_call_launches_what_triton_found(kernel: Kernel) -> None:
+def test_the_second_time_what_triton_found_is_launched(kernel: Kernel) -> None:
+    one = launch.Launch(kernel, shape())
     first, second = tensors(), tensors()
-    call(kernel, first)
+    one._on(2, first)
     ((grid, arguments, constants, compiled),) = kernel.launches
     assert grid == (3, 2) and constants == {"SPLIT": 8, "BM": 7, "num_warps": 4} and not compiled.runs
     assert arguments == (*first, 3, (5, 6))
-    call(kernel, second, device=0)
+    one._on(2, second)
     x, a, y = second
     addresses = x.data_ptr(), tuple(t.data_ptr() for t in a), y.data_ptr()
     # Triton's launcher: grid, stream, kernel, its metadata, no hooks, then all parameters in order
-    assert compiled.runs == [(3, 2, 1, 100, "function", "metadata", None, None, None, *addresses, 3, (5, 6), 7, 8)]
+    assert compiled.runs == [(3, 2, 1, 102, "function", "metadata", None, None, None, *addresses, 3, (5, 6), 7, 8)]
     assert len(kernel.launches) == 1
-
-
-@pytest.mark.parametrize(
-    "other",
-    [dict(m=4), dict(widths=(5, 7)), dict(config=8), dict(device=1), dict(dtype=torch.float16), dict(mixed=True)],
-    ids=lambda other: next(iter(other)),
-)
-def test_what_could_be_another_kernel_is_left_to_triton(kernel: Kernel, other: dict) -> None:
-    call(kernel, tensors())
-    pointers = tensors(other.pop("dtype", torch.bfloat16))
-    if other.pop("mixed", False):
-        pointers = (*pointers[:2], pointers[2].view(torch.float16))
-    call(kernel, pointers, **other)
-    assert len(kernel.launches) == 2 and not any(compiled.runs for *_, compiled in kernel.launches)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_pointer_off_16_bytes_is_left_to_triton(kernel: Kernel, which: int) -> None:
     pointers = list(tensors())
     pointers[which] = (pointers[1][0], pointers[1][1][1:]) if which == 1 else pointers[which][1:]
-    for _ in range(2):
-        call(kernel, tuple(pointers))
-    assert len(kernel.launches) == 2 and not launch._kept
-    call(kernel, tensors())
-    call(kernel, tuple(pointers))
+    one = launch.Launch(kernel, shape())
+    for off in (True, True, False, True):  # neither kept, nor launched as what is kept
+        one._on(0, tuple(pointers) if off else tensors())
     assert len(kernel.launches) == 4 and not any(compiled.runs for *_, compiled in kernel.launches)
+    one._on(0, tensors())
+    assert len(kernel.launches) == 4 and len(kernel.launches[2][3].runs) == 1
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_profiler_sees_every_launch(kernel: Kernel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call(kernel, tensors())
-    monkeypatch.setattr(launch.triton.knobs.runtime, name, lambda metadata: None)
-    call(kernel, tensors())
+    one = launch.Launch(kernel, shape())
+    one._on(0, tensors())
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.triton.knobs.runtime, name, lambda metadata: None)
+        one._on(0, tensors())
     assert len(kernel.launches) == 2
-    monkeypatch.undo()
 
 
-def test_what_is_kept_is_bounded(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_has_every_launch(kernel: Kernel) -> None:
+    one = launch.Launch(kernel, shape())
+    for _ in range(2):
+        x, *others = tensors()
+        one(x, x, *others)
+    assert len(kernel.launches) == 2
+
+
+# --- launches by what they depend on ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[launch.Shape]:
+    """Shapes of the launches that are made anew."""
+    found: list[launch.Shape] = []
+
+    class Counted(launch.Launch):
+        def __init__(self, kernel, shape: launch.Shape) -> None:
+            found.append(shape)
+            super().__init__(kernel, shape)
+
+    monkeypatch.setattr(launch, "_kept", {})
+    monkeypatch.setattr(launch, "Launch", Counted)
+    return found
+
+
+def call(kernel: Kernel, pointers: tuple, *, m: int = 3, widths: tuple[int, ...] = (5, 6), config: int = 7) -> None:
+    launch.launch(kernel, pointers[0], pointers, shape, m, widths, config)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{}, {"m": 4}, {"widths": (5, 7)}, {"config": 8}, {"dtype": torch.float16}, {"mixed": True}],
+    ids=lambda other: next(iter(other), "same"),
+)
+def test_only_the_same_values_and_types_share_a_launch(kernel: Kernel, made: list, other: dict) -> None:
+    call(kernel, tensors())
+    same, other = not other, dict(other)
+    pointers = tensors(other.pop("dtype", torch.bfloat16))
+    if other.pop("mixed", False):
+        pointers = (*pointers[:2], pointers[2].view(torch.float16))
+    call(kernel, pointers, **other)
+    assert len(made) == (1 if same else 2)
+
+
+def test_what_is_kept_is_bounded(kernel: Kernel, made: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_MOST", 3)
     for m in range(10):
         call(kernel, tensors(), m=m)
         assert 1 <= len(launch._kept) <= 3
+    assert len(made) == 10

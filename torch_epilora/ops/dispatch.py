@@ -4,6 +4,7 @@ The path of ``lora_linear`` is chosen here, in host code that ``torch.compile`` 
 hand.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -82,13 +83,15 @@ def _vendor_gemm(call: Call, x: Tensor, scale: Tensor) -> Tensor:
         x_scale = functional.pad(scale, (0, 0, 0, -m % 4)).t().contiguous().t()
         weight_scale = call.weight_scale.t()
     else:
-        x_scale = scale.reshape(-1, 1).expand(m, 1).contiguous()
-        weight_scale = call.weight_scale.reshape(1, -1).expand(1, n).contiguous()
+        x_scale = scale.view(-1, 1) if scale.numel() == m else scale.view(1, 1).expand(m, 1).contiguous()
+        weight_scale = call.weight_scale.view(1, -1)
+        if n != weight_scale.shape[1]:
+            weight_scale = weight_scale.expand(1, n).contiguous()
     y = torch._scaled_mm(
         x.contiguous(), call.weight.t(), x_scale, weight_scale, bias=call.bias, out_dtype=call.x.dtype,
         use_fast_accum=call.layout != "block",
     )  # fmt: skip
-    return y[:m]
+    return y if y.shape[0] == m else y[:m]
 
 
 def _base(call: Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
@@ -98,86 +101,135 @@ def _base(call: Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
     return _own_gemm(call, plan, x, scale)
 
 
-def _k1(call: Call, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
-    """h, and the GEMM's operand with its scale: made in the same launch, handed in, or x itself."""
-    from torch_epilora.ops.triton.shrink import shrink_planes
-
-    h, x, scale = shrink_planes(
-        call.x,
-        call.a,
-        call.rank,
-        call.scaling,
-        call.groups,
-        plan.shrink,
-        quantize=_quantizer(call),
-        x_scale=call.x_scale,
-    )
-    return h, x if call.x_codes is None else call.x_codes, scale
+Run = Callable[[Call], Tensor]
+"""A path that is prepared for all calls of the same sizes, strides and types."""
 
 
-def _decode(call: Call, plan: Plan) -> Tensor:
+def _k1(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor, Tensor | None]]:
+    """Prepare h, and the GEMM's operand with its scale: made in the same launch, handed in, or x itself."""
+    from torch_epilora.ops.triton.shrink import prepare_planes
+
+    planes = prepare_planes(call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, _quantizer(call))
+
+    def run(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+        h, x, scale = planes(call.x, call.a, call.rank, call.scaling, call.groups, call.x_scale)
+        return h, x if call.x_codes is None else call.x_codes, scale
+
+    return run
+
+
+def _decode(call: Call, plan: Plan) -> Run:
     """One kernel quantizes, shrinks, multiplies and adds the up-projections (EpiLoRA section 3.1, the decode path)."""
-    from torch_epilora.ops.triton.decode import decode
+    from torch_epilora.ops.triton.decode import prepare_decode
     from torch_epilora.ops.triton.pdl import pdl_works
     from torch_epilora.ops.triton.quantize import TERMS
 
-    lora, quantize = call.has_adapters, _quantizer(call)
-    if call.compute == "w8a16":
-        quantize = TERMS
-    return decode(
-        call.x, call.x_codes, call.x_scale, call.weight, call.weight_scale, call.bias, call.layout, plan.decode,
-        quantize=quantize, pdl=pdl_works(call.x.device), a=call.a if lora else [], b=call.b,
-        b_bias=call.b_bias, rank=call.rank, scaling=call.scaling, groups=call.groups,
+    lora, quantize = call.has_adapters, TERMS if call.compute == "w8a16" else _quantizer(call)
+
+    def adapters(call: Call) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor | None, Tensor | None]:
+        return (call.a, call.b, call.b_bias, call.rank, call.scaling) if lora else ([], [], [], None, None)
+
+    decode = prepare_decode(
+        call.x, call.x_codes, call.x_scale, call.weight, call.bias, call.layout, plan.decode, quantize,
+        pdl_works(call.x.device), *adapters(call), call.groups,
     )  # fmt: skip
+    return lambda call: decode(
+        call.x, call.x_codes, call.x_scale, call.weight, call.weight_scale, call.bias, *adapters(call), call.groups
+    )
 
 
-def _fused(call: Call, plan: Plan) -> Tensor:
+def _fused(call: Call, plan: Plan) -> Run:
     """K1 quantizes and shrinks, K2 multiplies and adds the up-projections in its epilogue (EpiLoRA section 3.1)."""
     from torch_epilora.ops.triton.linear import linear
 
     if not call.has_adapters:
-        return _own_gemm(call, plan, *_quantized(call))
-    h, x, scale = _k1(call, plan)
-    return linear(
-        x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm,
-        h=h, b=call.b, b_bias=call.b_bias, rank=call.rank, scaling=call.scaling, groups=call.groups,
-    )  # fmt: skip
+        return lambda call: _own_gemm(call, plan, *_quantized(call))
+    k1 = _k1(call, plan)
+
+    def run(call: Call) -> Tensor:
+        h, x, scale = k1(call)
+        return linear(
+            x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm,
+            h=h, b=call.b, b_bias=call.b_bias, rank=call.rank, scaling=call.scaling, groups=call.groups,
+        )  # fmt: skip
+
+    return run
 
 
-def _hybrid(call: Call, plan: Plan) -> Tensor:
+def _hybrid(call: Call, plan: Plan) -> Run:
     """K1, a GEMM, then the expand into its output, which is so rounded twice: by the GEMM and by the addition."""
-    from torch_epilora.ops.triton.expand import expand_add
+    from torch_epilora.ops.triton.expand import prepare_expand
 
     if not call.has_adapters:
-        return _base(call, plan, *_quantized(call))
-    h, x, scale = _k1(call, plan)
-    y = _base(call, plan, x, scale)
-    expand_add(y, h, call.b, call.b_bias, call.rank, call.scaling, call.groups, plan.expand)
-    return y
+        return lambda call: _base(call, plan, *_quantized(call))
+    k1, split = _k1(call, plan), plan.shrink.split_k
+    expand = prepare_expand(
+        call.x.shape[0], call.weight.shape[0], call.a[0].shape[1], 1 if plan.shrink.reduce else split, call.b,
+        call.b_bias, call.rank, call.scaling, call.groups, plan.expand,
+    )  # fmt: skip
+
+    def run(call: Call) -> Tensor:
+        h, x, scale = k1(call)
+        y = _base(call, plan, x, scale)
+        expand(y, h, call.b, call.b_bias, call.rank, call.scaling, call.groups)
+        return y
+
+    return run
 
 
-def _reference(call: Call, plan: Plan) -> Tensor:
-    return reference.lora_linear(*call)
+def _reference(call: Call, plan: Plan) -> Run:
+    return lambda call: reference.lora_linear(*call)
 
 
 _PATHS = {"decode": _decode, "fused": _fused, "hybrid": _hybrid, "reference": _reference}
+
+
+def _prepare(name: str | None, call: Call) -> Run:
+    """Check a call, plan it, and prepare what runs it and all calls like it."""
+    checks.check_call(call)
+    problem = _problem(call)
+    plan = make_plan(problem)
+    if call.x.numel() == 0 or call.weight.shape[0] == 0:
+        return _reference(call, plan)
+    if name is not None and plan.path == "reference":
+        raise ValueError(f"lora_linear_{name}: cannot run on this GPU: {plan.reason}. Use lora_linear.")
+    if name == "decode" and (why := refusal(plan.decode, problem)):
+        raise ValueError(f"lora_linear_decode: cannot run this call: {why}. Use lora_linear.")
+    return _PATHS[name or plan.path](call, plan)
+
+
+_MOST = 1 << 15
+"""Prepared runs kept. A new number of tokens is a new one; past this many all are made anew."""
+
+_runs: dict[tuple, Run] = {}
+
+
+def _likeness(call: Call) -> tuple:
+    """All that checking, planning and preparing a call ask of it: calls with the same likeness run the same way."""
+    found = [call.compute, len(call.a), len(call.b)]
+    for t in (*call[:6], *call.a, *call.b, *call.b_bias, *call[9:16]):
+        found += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device)
+    flag = call.no_adapter
+    found.append(flag.item() if flag.numel() == 1 and flag.device.type == "cpu" else None)
+    found.append(call.weight.data_ptr() % 16)
+    return tuple(found)
 
 
 def _linear(name: str | None):
     """Make the CUDA kernel of one operator: ``name`` forces a path, None lets the plan choose."""
 
     def kernel(*arguments) -> Tensor:
+        from torch_epilora.ops.triton import pdl
+
         call = Call(*arguments)
-        checks.check_call(call)
-        problem = _problem(call)
-        plan = make_plan(problem)
-        if call.x.numel() == 0 or call.weight.shape[0] == 0:
-            return _reference(call, plan)
-        if name is not None and plan.path == "reference":
-            raise ValueError(f"lora_linear_{name}: cannot run on this GPU: {plan.reason}. Use lora_linear.")
-        if name == "decode" and (why := refusal(plan.decode, problem)):
-            raise ValueError(f"lora_linear_decode: cannot run this call: {why}. Use lora_linear.")
-        return _PATHS[name or plan.path](call, plan)
+        key = name, pdl.pdl_works(call.x.device), _likeness(call)
+        run = _runs.get(key)
+        if run is None:
+            run = _prepare(name, call)
+            if len(_runs) >= _MOST:
+                _runs.clear()
+            _runs[key] = run
+        return run(call)
 
     return kernel
 

@@ -8,6 +8,8 @@ the grid, which the GPU starts first (CUTLASS's serial split-K relies on the sam
 remains between calls: a call starts while the kernel before it ends, and waits for its end before it reads anything.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +30,7 @@ from torch_epilora.ops.triton.common import (
     sum_of,
     tile_rows,
 )
-from torch_epilora.ops.triton.launch import Shape, launch
+from torch_epilora.ops.triton.launch import Launch, Shape
 from torch_epilora.ops.triton.linear import LAYOUTS, settle, step
 from torch_epilora.ops.triton.shrink import shrink_sum, stride_or_zero
 from torch_epilora.ops.triton.signals import HEADER, take_signal
@@ -380,42 +382,69 @@ def decode(
     h : Tensor, optional
         The shrink's result [M, slices, R], to leave it out of the launch: what benchmarks subtract.
     """
-    (m, k), n = x.shape, weight.shape[0]
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     lora = bool(a)
     a, b, b_bias = a or [], b if a and b else [], b_bias if a and b_bias else []
     rank, scaling = (rank, scaling) if lora else (None, None)
-    slices = max(len(a), 1)
+    run = prepare_decode(
+        x, x_codes, x_scale, weight, bias, layout, config, quantize, pdl, a, b, b_bias, rank, scaling, groups, h
+    )
+    return run(x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, groups, h)
+
+
+def prepare_decode(
+    x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, weight: Tensor, bias: Tensor | None, layout: str,
+    config: Decode, quantize: int, pdl: bool, a: list[Tensor], b: list[Tensor], b_bias: list[Tensor],
+    rank: Tensor | None, scaling: Tensor | None, groups: Groups | None, h: Tensor | None = None,
+) -> Callable[..., Tensor]:  # fmt: skip
+    """Prepare the decode kernel for all operands of these sizes, strides, types and alignment of the weight.
+
+    Lists are empty and per-slot vectors None for the bare base. What is returned takes the tensors that :func:`decode`
+    does, in their order.
+    """
+    (m, k), n, lora = x.shape, weight.shape[0], bool(a)
+    dtype, slices = x.dtype, max(len(a), 1)
     slots, r = (a[0].shape[0], a[0].shape[1]) if lora else (0, 1)
     num_groups = groups.ids.shape[0] if groups is not None and lora else 1
     tiles = _shrink_tiles(m, slices, r, num_groups, slots, config) if lora and h is None else 0
-    planes = y
-    if h is None:
-        h = torch.empty((m, slices, r), dtype=x.dtype, device=x.device) if lora else y
-    if tiles and config.split_k > 1:
-        planes = torch.empty((config.split_k, m, slices, r), dtype=torch.float32, device=x.device)
-    codes = terms("w8a16" if quantize == q.TERMS else "w8a8", x.dtype)
-    operand = x if x_codes is None else x_codes
-    per_row = x_scale is not None and quantize != q.STATIC and x_scale.shape[0] == m
-    if quantize >= 0:
-        operand, made = q.empty_codes(m, k, quantize, x.device, terms=codes)
-        if made is not None:
-            x_scale, per_row = made, True
-    with on_device(x):
-        signal = take_signal(x.device, HEADER + tiles) if lora or quantize >= 0 else y
-        launch(
-            decode_kernel, x,
-            (x, operand, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
-             planes, h, signal, tuple(a) or (y,), tuple(b) or (y,), tuple(b_bias) or (y,), y if rank is None else rank,
-             y if scaling is None else scaling, *(groups[:4] if groups is not None else (y, y, y, y))),
-            _decode_shape, m, k, r, num_groups, slots, tiles,
-            tuple([t.shape[1] for t in b]) if lora else (n,), x.stride(0), operand.stride(0),
-            x_scale.stride(0) if x_scale is not None and per_row else 0, weight.stride(0),
-            a[0].stride(0) if lora else 0, a[0].stride(1) if lora else 0, tuple([t.stride(0) for t in b]) or (0,),
-            b[0].stride(1) if lora else 0, stride_or_zero(rank), stride_or_zero(scaling), layout, codes, quantize,
-            lora, rank is not None, scaling is not None, bool(b_bias), bias is not None, aligned(weight), pdl, config,
-        )  # fmt: skip
-    return y
+    split = config.split_k if tiles and config.split_k > 1 else 0
+    codes = terms("w8a16" if quantize == q.TERMS else "w8a8", dtype)
+    stride_sm = q.scale_stride(k, quantize)
+    if quantize < 0 and x_scale is not None and x_scale.shape[0] == m:
+        stride_sm = x_scale.stride(0)
+    stride_cm = k if quantize >= 0 else x.stride(0) if x_codes is None else x_codes.stride(0)
+    kernel = Launch(
+        decode_kernel,
+        _decode_shape(
+            m, k, r, num_groups, slots, tiles, tuple(t.shape[1] for t in b) if lora else (n,), x.stride(0), stride_cm,
+            stride_sm, weight.stride(0), a[0].stride(0) if lora else 0, a[0].stride(1) if lora else 0,
+            tuple(t.stride(0) for t in b) or (0,), b[0].stride(1) if lora else 0, stride_or_zero(rank),
+            stride_or_zero(scaling), layout, codes, quantize, lora, rank is not None, scaling is not None,
+            bool(b_bias), bias is not None, aligned(weight), pdl, config,
+        ),
+    )  # fmt: skip
+    waits = lora or quantize >= 0
+
+    def run(x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, groups, h=None):
+        device = x.device
+        y = torch.empty((m, n), dtype=dtype, device=device)
+        if h is None:
+            h = torch.empty((m, slices, r), dtype=dtype, device=device) if lora else y
+        planes = torch.empty((split, m, slices, r), dtype=torch.float32, device=device) if split else y
+        operand = x if x_codes is None else x_codes
+        if quantize >= 0:
+            operand, made = q.empty_codes(m, k, quantize, device, terms=codes)
+            x_scale = x_scale if made is None else made
+        with on_device(x):
+            signal = take_signal(device, HEADER + tiles) if waits else y
+            kernel(
+                x, x, operand, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
+                planes, h, signal, tuple(a) or (y,), tuple(b) or (y,), tuple(b_bias) or (y,),
+                y if rank is None else rank, y if scaling is None else scaling,
+                *(groups[:4] if groups is not None else (y, y, y, y)),
+            )  # fmt: skip
+        return y
+
+    return run
 
 
 def _shrink_tiles(m: int, slices: int, r: int, num_groups: int, slots: int, config: Decode) -> int:

@@ -3,6 +3,8 @@
 Tiles run over the concatenated output and never cross a slice, whose widths are kernel arguments (EpiLoRA appendix D).
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch_epilora.ops.triton.common import (
     slot_scaling,
     tile_rows,
 )
-from torch_epilora.ops.triton.launch import Shape, launch
+from torch_epilora.ops.triton.launch import Launch, Shape
 from torch_epilora.ops.triton.shrink import row_tiles, stride_or_zero
 
 
@@ -112,15 +114,31 @@ def expand_add(
     config: Expand,
 ) -> None:
     """Launch the expand over h [planes, M, slices, R], as K1 leaves it."""
-    planes, _, _, r = h.shape
-    launch(
-        expand_kernel, y,
-        (y, h, tuple(b), tuple(b_bias) or (y,), y if rank is None else rank, y if scaling is None else scaling,
-         *groups[:4]),
-        _expand_shape, y.shape[0], r, groups.ids.shape[0], b[0].shape[0], planes, tuple([t.shape[1] for t in b]),
-        y.stride(0), h.stride(0), tuple([t.stride(0) for t in b]), b[0].stride(1), stride_or_zero(rank),
-        stride_or_zero(scaling), rank is not None, scaling is not None, bool(b_bias), config,
+    add = prepare_expand(y.shape[0], y.stride(0), h.shape[3], h.shape[0], b, b_bias, rank, scaling, groups, config)
+    add(y, h, b, b_bias, rank, scaling, groups)
+
+
+def prepare_expand(
+    m: int, stride_ym: int, r: int, planes: int, b: list[Tensor], b_bias: list[Tensor], rank: Tensor | None,
+    scaling: Tensor | None, groups: Groups, config: Expand,
+) -> Callable[..., None]:  # fmt: skip
+    """Prepare the expand for all operands of these sizes, strides and types; what is returned takes expand_add's."""
+    expand = Launch(
+        expand_kernel,
+        _expand_shape(
+            m, r, groups.ids.shape[0], b[0].shape[0], planes, tuple(t.shape[1] for t in b), stride_ym,
+            m * len(b) * r, tuple(t.stride(0) for t in b), b[0].stride(1), stride_or_zero(rank),
+            stride_or_zero(scaling), rank is not None, scaling is not None, bool(b_bias), config,
+        ),
     )  # fmt: skip
+
+    def run(y, h, b, b_bias, rank, scaling, groups):
+        expand(
+            y, y, h, tuple(b), tuple(b_bias) or (y,), y if rank is None else rank, y if scaling is None else scaling,
+            *groups[:4],
+        )  # fmt: skip
+
+    return run
 
 
 def _expand_shape(

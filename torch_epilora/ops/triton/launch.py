@@ -1,16 +1,14 @@
 """Launches that skip Triton's own once it has compiled a kernel (EpiLoRA, Table 26).
 
 Triton binds every argument by name, asks how each specializes the kernel and makes a string of all of it, to find the
-kernel that it compiled the time before. Here the key is the values that the grid, the integers and the constants follow
-from, and what is launched is the kernel that Triton found for the same values, so the bits are the same.
+kernel that it compiled the time before. A :class:`Launch` keeps the kernel that Triton found, so the bits are the same.
 """
 
 from collections.abc import Callable
 
+import torch
 import triton
 from torch import Tensor
-
-from torch_epilora.ops.triton.common import on_device
 
 Shape = tuple[tuple[int, ...], tuple, dict]
 """A launch's grid, integers (or tuples of them) and constants, these with Triton's launch options."""
@@ -21,62 +19,96 @@ _ALIGNMENT = 15
 _MOST = 1 << 15
 """Launches kept. A new number of tokens is a new one; past this many all are made anew."""
 
-_kept: dict[tuple, tuple] = {}
+_kept: dict[tuple, "Launch"] = {}
 
 
-def launch(kernel, on: Tensor, pointers: tuple, shape: Callable[..., Shape], *values) -> None:
-    """Launch a Triton kernel on a tensor's GPU, whichever is the current one.
+class Launch:
+    """A kernel's launches on one device that differ in addresses alone, not in the types behind them.
 
     Parameters
     ----------
     kernel : JITFunction
         The kernel; its parameters are pointers, then integers, then constants.
-    on : Tensor
-        Names the device; on the CPU Triton's interpreter runs.
-    pointers : tuple
-        Tensors, and tuples of tensors.
+    shape : Shape
+        What it is launched with besides pointers.
+    """
+
+    __slots__ = ("_constants", "_grid", "_integers", "_kernel", "_ready")
+
+    def __init__(self, kernel, shape: Shape):
+        self._kernel = kernel
+        self._grid, self._integers, self._constants = shape
+        self._ready: tuple | None = None
+
+    def __call__(self, on: Tensor, *pointers) -> None:
+        """Launch on the GPU of ``on``, whichever is the current one, or in Triton's interpreter on the CPU.
+
+        Parameters
+        ----------
+        on : Tensor
+            Names the device.
+        *pointers
+            Tensors, and tuples of tensors.
+        """
+        device = on.get_device()
+        if device < 0:
+            self._kernel[self._grid](*pointers, *self._integers, **self._constants)
+        elif device == torch.cuda.current_device():
+            self._on(device, pointers)
+        else:
+            with torch.cuda.device(device):
+                self._on(device, pointers)
+
+    def _on(self, device: int, pointers: tuple) -> None:
+        addresses, seen = [], 0
+        for pointer in pointers:
+            if type(pointer) is tuple:
+                several = tuple([t.data_ptr() for t in pointer])
+                addresses.append(several)
+                for address in several:
+                    seen |= address
+            else:
+                address = pointer.data_ptr()
+                addresses.append(address)
+                seen |= address
+        if self._ready is not None and not seen & _ALIGNMENT and not _watched():
+            run, function, metadata, grid, rest = self._ready
+            stream = triton.runtime.driver.active.get_current_stream(device)
+            run(*grid, stream, function, metadata, None, None, None, *addresses, *rest)
+            return
+        compiled = self._kernel[self._grid](*pointers, *self._integers, **self._constants)
+        if compiled is not None and not seen & _ALIGNMENT:
+            names = self._kernel.arg_names[len(pointers) + len(self._integers) :]
+            rest = *self._integers, *(self._constants[name] for name in names)
+            grid = (*self._grid, 1, 1)[:3]
+            self._ready = compiled.run, compiled.function, compiled.packed_metadata, grid, rest
+
+
+def launch(kernel, on: Tensor, pointers: tuple, shape: Callable[..., Shape], *values) -> None:
+    """Launch a kernel as it was for the same values and types, if it was.
+
+    Parameters
+    ----------
+    kernel, on, pointers
+        As a :class:`Launch` takes them.
     shape : callable
         Makes the :data:`Shape` of ``values``, and of nothing else.
     *values
         Hashable; what this launch depends on besides the pointers.
     """
-    if not on.is_cuda:
-        grid, integers, constants = shape(*values)
-        kernel[grid](*pointers, *integers, **constants)
-        return
-    with on_device(on):
-        _launch(kernel, on.device.index, pointers, shape, values)
-
-
-def _launch(kernel, device: int, pointers: tuple, shape: Callable[..., Shape], values: tuple) -> None:
-    addresses, kinds, seen = [], [], 0
+    kinds = []
     for pointer in pointers:
         if type(pointer) is tuple:
-            several = tuple([t.data_ptr() for t in pointer])
-            addresses.append(several)
             kinds.extend([t.dtype for t in pointer])
-            for address in several:
-                seen |= address
         else:
-            address = pointer.data_ptr()
-            addresses.append(address)
             kinds.append(pointer.dtype)
-            seen |= address
-    key = (shape, device, *kinds, *values)
-    kept = None if seen & _ALIGNMENT or _watched() else _kept.get(key)
-    if kept is not None:
-        compiled, function, metadata, grid, rest = kept
-        stream = triton.runtime.driver.active.get_current_stream(device)
-        compiled.run(*grid, stream, function, metadata, None, None, None, *addresses, *rest)
-        return
-    grid, integers, constants = shape(*values)
-    compiled = kernel[grid](*pointers, *integers, **constants)
-    if compiled is not None and not seen & _ALIGNMENT:
+    key = (shape, on.get_device(), *kinds, *values)
+    found = _kept.get(key)
+    if found is None:
         if len(_kept) >= _MOST:
             _kept.clear()
-        names = kernel.arg_names[len(pointers) + len(integers) :]
-        rest = *integers, *(constants[name] for name in names)
-        _kept[key] = compiled, compiled.function, compiled.packed_metadata, (*grid, 1, 1)[:3], rest
+        found = _kept[key] = Launch(kernel, shape(*values))
+    found(on, *pointers)
 
 
 def _watched() -> bool:

@@ -176,6 +176,11 @@ def empty_codes(rows: int, k: int, mode: int, device: torch.device, *, terms: in
     return codes, torch.empty((rows, groups), dtype=torch.float32, device=device)
 
 
+def scale_stride(k: int, mode: int) -> int:
+    """Elements between rows of the scales that a mode makes; 0 where it makes none."""
+    return 0 if mode in (-1, STATIC) else cdiv(k, BLOCK) if mode == GROUP else 1
+
+
 def quantize(x: Tensor, mode: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Launch the quantizer over x [M, K]; ``scale`` is read in STATIC mode and made otherwise."""
     m, k = x.shape

@@ -1,5 +1,6 @@
 """K1 (EpiLoRA section 3.1): every adapter group's down-projection, and x's codes made in the same launch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,7 @@ from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Shrink
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.common import pick, row_tile, slot_rank, slot_scaling, tile_rows
-from torch_epilora.ops.triton.launch import Shape, launch
+from torch_epilora.ops.triton.launch import Launch, Shape
 
 
 @triton.jit
@@ -151,27 +152,48 @@ def shrink_planes(
         h (x's dtype [1, M, slices, R], or fp32 planes [split_k, M, slices, R] unless the plan reduces them), x's codes
         and their scale (x itself and None without quantization).
     """
-    m, k = x.shape
-    slots, r, _ = a[0].shape
-    split, dtype = config.split_k, (x.dtype if config.split_k == 1 else torch.float32)
-    h = out if out is not None else torch.empty((split, m, len(a), r), dtype=dtype, device=x.device)
-    codes = x
-    stride_sm = 0
-    if quantize >= 0:
-        codes, made = q.empty_codes(m, k, quantize, x.device)
-        if made is not None:
-            x_scale, stride_sm = made, made.stride(0)
-    launch(
-        shrink_kernel, x,
-        (x, codes, x if x_scale is None else x_scale, h, tuple(a), x if rank is None else rank,
-         x if scaling is None else scaling, *groups[:4]),
-        _shrink_shape, m, k, r, len(a), groups.ids.shape[0], slots, x.stride(0), stride_sm, a[0].stride(0),
-        a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling), rank is not None, scaling is not None, quantize,
-        config,
+    made = prepare_planes(x, a, rank, scaling, groups, config, quantize)
+    return made(x, a, rank, scaling, groups, x_scale, out)
+
+
+def prepare_planes(
+    x: Tensor, a: list[Tensor], rank: Tensor | None, scaling: Tensor | None, groups: Groups, config: Shrink,
+    quantize: int,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:  # fmt: skip
+    """Prepare K1 for all operands of these sizes, strides and types.
+
+    What is returned takes x, a, rank, scaling, groups, and where they are there x_scale and out.
+    """
+    (m, k), (slots, r, _), slices, num_groups = x.shape, a[0].shape, len(a), groups.ids.shape[0]
+    split, kept = config.split_k, x.dtype
+    shape, dtype = (split, m, slices, r), (kept if split == 1 else torch.float32)
+    shrink = Launch(
+        shrink_kernel,
+        _shrink_shape(
+            m, k, r, slices, num_groups, slots, x.stride(0), q.scale_stride(k, quantize), a[0].stride(0),
+            a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling), rank is not None, scaling is not None,
+            quantize, config,
+        ),
     )  # fmt: skip
-    if config.reduce and split > 1:
-        h = sum_planes(h, scaling, groups, slots, torch.empty((m, len(a), r), dtype=x.dtype, device=x.device))[None]
-    return h, codes, x_scale
+    add = _prepare_sum(split, m, slices, r, num_groups, slots, scaling) if config.reduce and split > 1 else None
+
+    def run(x, a, rank, scaling, groups, x_scale=None, out=None):
+        h = out if out is not None else torch.empty(shape, dtype=dtype, device=x.device)
+        codes = x
+        if quantize >= 0:
+            codes, made = q.empty_codes(m, k, quantize, x.device)
+            x_scale = x_scale if made is None else made
+        some = x if scaling is None else scaling
+        shrink(
+            x, x, codes, x if x_scale is None else x_scale, h, tuple(a), x if rank is None else rank, some, *groups[:4]
+        )
+        if add is not None:
+            total = torch.empty((1, *shape[1:]), dtype=kept, device=x.device)
+            add(x, h, total, some, *groups[:4])
+            h = total
+        return h, codes, x_scale
+
+    return run
 
 
 def _shrink_shape(
@@ -195,12 +217,16 @@ def _shrink_shape(
 
 def sum_planes(planes: Tensor, scaling: Tensor | None, groups: Groups, slots: int, out: Tensor) -> Tensor:
     """Add K1's fp32 planes [split_k, M, slices, R] in order into ``out`` [M, slices, R], scaled and rounded."""
-    split, m, slices, r = planes.shape
-    launch(
-        sum_planes_kernel, out, (planes, out, out if scaling is None else scaling, *groups[:4]),
-        _sum_shape, split, m, slices, r, groups.ids.shape[0], slots, stride_or_zero(scaling), scaling is not None,
-    )  # fmt: skip
+    add = _prepare_sum(*planes.shape, groups.ids.shape[0], slots, scaling)
+    add(out, planes, out, out if scaling is None else scaling, *groups[:4])
     return out
+
+
+def _prepare_sum(
+    split: int, m: int, slices: int, r: int, num_groups: int, slots: int, scaling: Tensor | None
+) -> Launch:
+    strides = stride_or_zero(scaling), scaling is not None
+    return Launch(sum_planes_kernel, _sum_shape(split, m, slices, r, num_groups, slots, *strides))
 
 
 def _sum_shape(

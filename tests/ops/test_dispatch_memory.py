@@ -1,0 +1,159 @@
+"""Calls are checked, planned and prepared once for all that are alike, through the operators' own CUDA functions.
+
+Triton's interpreter runs the kernels on the CPU; only the device's capability is made up.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import Case, make_case, oracle, sqnr
+from tests.ops.interpreter import repaired  # noqa: F401
+from torch_epilora.ops import dispatch
+from torch_epilora.ops.checks import Call
+from torch_epilora.ops.triton import pdl
+
+pytestmark = [
+    pytest.mark.usefixtures("repaired"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU suite runs the same code for real"),
+]
+
+PATHS = ["decode", "fused", "hybrid"]
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_runs", {})
+    monkeypatch.setattr(dispatch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(pdl, "pdl_works", lambda device: False)
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Names of the operators that prepared a call."""
+    names: list[str | None] = []
+    prepare = dispatch._prepare
+
+    def counted(name: str | None, call: Call) -> dispatch.Run:
+        names.append(name)
+        return prepare(name, call)
+
+    monkeypatch.setattr(dispatch, "_prepare", counted)
+    return names
+
+
+def small(seed: int = 0, **given: object) -> Case:
+    options = {"m": 9, "k": 272, "widths": [70, 33], "r": 8, "slots": 3, "bias": True, "b_bias": True, "poison": False}
+    options = {**options, **given}
+    return make_case(seed=seed, **options)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_call_like_one_before_is_not_prepared_again_and_reads_its_own_tensors(path: str, prepared: list) -> None:
+    run = dispatch._linear(path)
+    for seed in range(3):
+        case = small(seed)
+        assert sqnr(run(*case.args()), oracle(case)) > 40
+    assert prepared == [path]
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor], index: int | None = None) -> Callable[[Case], Case]:
+    def edit(case: Case) -> Case:
+        if index is None:
+            return replace(case, **{name: change(getattr(case, name))})
+        several = list(getattr(case, name))
+        several[index] = change(several[index])
+        return replace(case, **{name: several})
+
+    return edit
+
+
+def wider(t: Tensor) -> Tensor:
+    """The same values in rows that are further apart."""
+    return torch.cat([t, t], -1)[..., : t.shape[-1]]
+
+
+def shifted(t: Tensor) -> Tensor:
+    """The same values one byte further on."""
+    room = torch.empty(t.numel() + 1, dtype=torch.uint8)
+    return room[1:].view(t.dtype).view(t.shape).copy_(t)
+
+
+OTHERS: dict[str, Callable[[Case], Case]] = {
+    "tokens": lambda case: small(m=10),
+    "type": lambda case: small(dtype=torch.float16),
+    "slots": lambda case: small(slots=4),
+    "rank": lambda case: small(r=9),
+    "layout": lambda case: small(layout="block"),
+    "compute": lambda case: small(compute="w8a16"),
+    "codes": lambda case: small(codes="given"),
+    "static": lambda case: small(codes="static"),
+    "bias": lambda case: replace(case, bias=None),
+    "b_bias": lambda case: replace(case, b_bias=[]),
+    "no rank vector": lambda case: replace(case, rank=None),
+    "one rank vector": lambda case: replace(case, rank=case.rank[0].clone()),
+    "no scaling": lambda case: replace(case, scaling=None),
+    "x strides": changed("x", wider),
+    "weight strides": changed("weight", lambda t: wider(t.view(torch.uint8)).view(t.dtype)),
+    "weight alignment": changed("weight", shifted),
+    "scale shape": changed("weight_scale", lambda t: t[:, 0]),
+    "a strides": lambda case: replace(case, a=[wider(t) for t in case.a]),
+    "b strides": lambda case: replace(case, b=[wider(t) for t in case.b]),
+    "nobody": lambda case: replace(case, groups=case.groups._replace(no_adapter=torch.tensor([True]))),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_differs_is_prepared_anew_and_right(name: str, prepared: list) -> None:
+    first = small()
+    other = OTHERS[name](first)
+    run = dispatch._linear("hybrid")
+    run(*first.args())
+    got = run(*other.args())
+    assert len(prepared) == 2
+    want = replace(other, row_slots=[-1] * 9) if name == "nobody" else other
+    if name == "one rank vector":
+        want = replace(other, rank=other.rank.expand(2, -1))
+    assert sqnr(got, oracle(want)) > 40
+    assert len(dispatch._runs) == 2
+
+
+def test_a_bad_call_is_refused_each_time_and_not_kept(prepared: list) -> None:
+    case = small()
+    run = dispatch._linear(None)
+    run(*case.args())
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"rank: expected dtype int32, got int64"):
+            run(*replace(case, rank=case.rank.long()).args())
+    assert len(prepared) == 3 and len(dispatch._runs) == 1
+    run(*case.args())
+    assert len(prepared) == 3
+
+
+def test_the_path_asked_for_and_dependent_launches_are_part_of_it(
+    prepared: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = small()
+    for path in (*PATHS, *PATHS):
+        dispatch._linear(path)(*case.args())
+    assert prepared == PATHS
+    monkeypatch.setattr(pdl, "pdl_works", lambda device: True)
+    assert (None, True, dispatch._likeness(Call(*case.args()))) not in dispatch._runs
+
+
+def test_what_is_kept_is_bounded_and_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gc
+    import weakref
+
+    monkeypatch.setattr(dispatch, "_MOST", 2)
+    for m in range(1, 6):
+        case = small(m=m)
+        dispatch._linear("hybrid")(*case.args())
+        assert 1 <= len(dispatch._runs) <= 2
+    held = [weakref.ref(t) for t in (case.x, case.weight, *case.a, *case.b)]
+    del case
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
