@@ -5,7 +5,7 @@
 Prints microseconds a layer. The GPU is kept busy while calls are queued behind it, so that only the host's time is
 counted: Python, the operator's checks and plan, allocations and launches. ``ours`` is ``lora_linear``; ``triton`` the
 same with every launch through Triton's own launcher; ``vllm`` is vLLM's quantizer, GEMM, shrink and expand,
-``vllm_bare`` its quantizer and GEMM. Systems take turns; medians of rounds.
+``vllm_bare`` its quantizer and GEMM. All run in inference mode, as engines do. Systems take turns; medians of rounds.
 """
 
 import argparse
@@ -73,9 +73,11 @@ def main() -> None:
     need_gpu()
     rows = []
     for m, slots in product(options.tokens, options.adapters):
-        parts = {
-            name: projection(k, widths, m, slots, options.rank) for name, (k, widths) in MODELS[options.model].items()
-        }
+        with torch.inference_mode():
+            parts = {
+                name: projection(k, widths, m, slots, options.rank)
+                for name, (k, widths) in MODELS[options.model].items()
+            }
         systems = next(iter(parts.values()))
         us = {system: round(sum(part[system] for part in parts.values()), 1) for system in systems}
         parts = {name: {system: round(value, 1) for system, value in part.items()} for name, part in parts.items()}

@@ -208,7 +208,7 @@ def _likeness(call: Call) -> tuple:
     """All that checking, planning and preparing a call ask of it: calls with the same likeness run the same way."""
     found = [call.compute, len(call.a), len(call.b)]
     for t in (*call[:6], *call.a, *call.b, *call.b_bias, *call[9:16]):
-        found += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device)
+        found += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
     flag = call.no_adapter
     found.append(flag.item() if flag.numel() == 1 and flag.device.type == "cpu" else None)
     found.append(call.weight.data_ptr() % 16)
