@@ -23,7 +23,8 @@ def take_signal(device: torch.device, size: int) -> Tensor:
     """Return zeroed int32 counters that no call running at the same time uses.
 
     Calls on one stream run one after the other and share that stream's counters. A call that is being captured into a
-    CUDA graph gets counters of its own, for good: its graph may be replayed on any stream.
+    CUDA graph gets counters of its own, for good: its graph may be replayed on any stream, but two executables made of
+    one graph must not run at the same time.
 
     Parameters
     ----------
