@@ -52,12 +52,13 @@ test: lint docs
 test-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q --durations=10 -m gpu tests/gpu
 
-# Every kernel once under NVIDIA's checkers for bad accesses and races; minutes.
+# Every kernel once under NVIDIA's checkers for bad accesses and races, in parts side by side; minutes.
+PARTS ?= 4
 sanitize:
 	@command -v compute-sanitizer >/dev/null || { echo "make sanitize: compute-sanitizer is not on PATH:" \
 		"add the bin folder of the CUDA toolkit, often /usr/local/cuda/bin" >&2; exit 1; }
-	PYTHONPATH=$(CURDIR) compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m tests.gpu.sanitize
-	PYTHONPATH=$(CURDIR) compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m tests.gpu.sanitize
+	for tool in memcheck racecheck; do seq 0 $$(($(PARTS) - 1)) | PYTHONPATH=$(CURDIR) xargs -P $(PARTS) -I{} \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m tests.gpu.sanitize {} $(PARTS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist site .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,11 @@
-"""Every kernel on small shapes with ragged edges, to run under compute-sanitizer (``make sanitize``)."""
+"""Every kernel on small shapes with ragged edges, to run under compute-sanitizer (``make sanitize``).
+
+``python -m tests.gpu.sanitize 2 8`` runs the third of eight parts: a checker takes minutes, and parts run side by side.
+"""
 
 import itertools
 import os
+import sys
 
 import torch
 
@@ -42,9 +46,9 @@ def dependent(wanted: bool) -> None:
     pdl_works.cache_clear()
 
 
-def main() -> None:
+def main(part: int = 0, parts: int = 1) -> None:
     worst = 999.0
-    for case in cases(SHAPES):
+    for case in cases(SHAPES)[part::parts]:
         for path in ("lora_linear_fused", "lora_linear_hybrid"):
             worst = min(worst, run(case, path))
         h = torch.ops.epilora.shrink(case.x, case.a, case.rank, case.scaling, *case.groups[:4])
@@ -54,7 +58,8 @@ def main() -> None:
     decodes = [path for path, _ in paths_at(1) if path == "lora_linear_decode"]
     for path, wanted in itertools.product(decodes, (False, True)):
         dependent(wanted)
-        for case in (case for case in cases(DECODES) if decode_serves(case.x.shape[0], case.compute)):
+        served = [case for case in cases(DECODES) if decode_serves(case.x.shape[0], case.compute)]
+        for case in served[part::parts]:
             worst = min(worst, run(case, path))
             case.groups = case.groups._replace(no_adapter=torch.tensor([True]))
             case.row_slots = [-1] * len(case.row_slots)
@@ -66,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:3]))
