@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from torch_epilora.ops import checks, reference
 from torch_epilora.ops.checks import Call, Groups
-from torch_epilora.ops.plan import Plan, Problem, make_plan, refusal, unsupported
+from torch_epilora.ops.plan import DECODE_MAX_TOKENS, Plan, Problem, make_plan, refusal, unsupported
 from torch_epilora.ops.schemas import LINEAR_OPS, SCHEMAS, library
 
 for _name in SCHEMAS:
@@ -215,14 +215,22 @@ def _likeness(call: Call) -> tuple:
     return tuple(found)
 
 
+def _dependent(call: Call) -> bool:
+    """Whether a decode kernel for this call would be launched as a dependent; finding out compiles a kernel, once."""
+    x = call.x
+    if x.dim() != 2 or x.shape[0] > DECODE_MAX_TOKENS or _capability(x.device) < (9, 0):
+        return False
+    from torch_epilora.ops.triton.pdl import pdl_works
+
+    return pdl_works(x.device)
+
+
 def _linear(name: str | None):
     """Make the CUDA kernel of one operator: ``name`` forces a path, None lets the plan choose."""
 
     def kernel(*arguments) -> Tensor:
-        from torch_epilora.ops.triton import pdl
-
         call = Call(*arguments)
-        key = name, pdl.pdl_works(call.x.device), _likeness(call)
+        key = name, _dependent(call), _likeness(call)
         run = _runs.get(key)
         if run is None:
             run = _prepare(name, call)
