@@ -122,7 +122,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[launch.Shape]:
 
 
 def call(kernel: Kernel, pointers: tuple, *, m: int = 3, widths: tuple[int, ...] = (5, 6), config: int = 7) -> None:
-    launch.launch(kernel, pointers[0], pointers, shape, m, widths, config)
+    kinds = 0, *(t.dtype for t in (pointers[0], *pointers[1], pointers[2]))
+    launch.kept(kernel, kinds, shape, m, widths, config)._on(0, pointers)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from torch_epilora.ops.triton.common import (
     sum_of,
     tile_rows,
 )
-from torch_epilora.ops.triton.launch import Launch, Shape
+from torch_epilora.ops.triton.launch import Shape, kept
 from torch_epilora.ops.triton.linear import LAYOUTS, settle, step
 from torch_epilora.ops.triton.shrink import shrink_sum, stride_or_zero
 from torch_epilora.ops.triton.signals import HEADER, take_signal
@@ -412,15 +412,12 @@ def prepare_decode(
     if quantize < 0 and x_scale is not None and x_scale.shape[0] == m:
         stride_sm = x_scale.stride(0)
     stride_cm = k if quantize >= 0 else x.stride(0) if x_codes is None else x_codes.stride(0)
-    kernel = Launch(
-        decode_kernel,
-        _decode_shape(
-            m, k, r, num_groups, slots, tiles, tuple(t.shape[1] for t in b) if lora else (n,), x.stride(0), stride_cm,
-            stride_sm, weight.stride(0), a[0].stride(0) if lora else 0, a[0].stride(1) if lora else 0,
-            tuple(t.stride(0) for t in b) or (0,), b[0].stride(1) if lora else 0, stride_or_zero(rank),
-            stride_or_zero(scaling), layout, codes, quantize, lora, rank is not None, scaling is not None,
-            bool(b_bias), bias is not None, aligned(weight), pdl, config,
-        ),
+    kernel = kept(
+        decode_kernel, (x.get_device(), dtype), _decode_shape, m, k, r, num_groups, slots, tiles,
+        tuple(t.shape[1] for t in b) if lora else (n,), x.stride(0), stride_cm, stride_sm, weight.stride(0),
+        a[0].stride(0) if lora else 0, a[0].stride(1) if lora else 0, tuple(t.stride(0) for t in b) or (0,),
+        b[0].stride(1) if lora else 0, stride_or_zero(rank), stride_or_zero(scaling), layout, codes, quantize, lora,
+        rank is not None, scaling is not None, bool(b_bias), bias is not None, aligned(weight), pdl, config,
     )  # fmt: skip
     waits = lora or quantize >= 0
 

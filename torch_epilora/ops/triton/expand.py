@@ -20,7 +20,7 @@ from torch_epilora.ops.triton.common import (
     slot_scaling,
     tile_rows,
 )
-from torch_epilora.ops.triton.launch import Launch, Shape
+from torch_epilora.ops.triton.launch import Shape, kept
 from torch_epilora.ops.triton.shrink import row_tiles, stride_or_zero
 
 
@@ -123,13 +123,10 @@ def prepare_expand(
     scaling: Tensor | None, groups: Groups, config: Expand,
 ) -> Callable[..., None]:  # fmt: skip
     """Prepare the expand for all operands of these sizes, strides and types; what is returned takes expand_add's."""
-    expand = Launch(
-        expand_kernel,
-        _expand_shape(
-            m, r, groups.ids.shape[0], b[0].shape[0], planes, tuple(t.shape[1] for t in b), stride_ym,
-            m * len(b) * r, tuple(t.stride(0) for t in b), b[0].stride(1), stride_or_zero(rank),
-            stride_or_zero(scaling), rank is not None, scaling is not None, bool(b_bias), config,
-        ),
+    expand = kept(
+        expand_kernel, (b[0].get_device(), b[0].dtype), _expand_shape, m, r, groups.ids.shape[0], b[0].shape[0], planes,
+        tuple(t.shape[1] for t in b), stride_ym, m * len(b) * r, tuple(t.stride(0) for t in b), b[0].stride(1),
+        stride_or_zero(rank), stride_or_zero(scaling), rank is not None, scaling is not None, bool(b_bias), config,
     )  # fmt: skip
 
     def run(y, h, b, b_bias, rank, scaling, groups):

@@ -84,31 +84,32 @@ class Launch:
             self._ready = compiled.run, compiled.function, compiled.packed_metadata, grid, rest
 
 
-def launch(kernel, on: Tensor, pointers: tuple, shape: Callable[..., Shape], *values) -> None:
-    """Launch a kernel as it was for the same values and types, if it was.
+def kept(kernel, kinds: tuple, shape: Callable[..., Shape], *values) -> Launch:
+    """Make a launch, or find the one that was made for the same device, types and values.
 
     Parameters
     ----------
-    kernel, on, pointers
-        As a :class:`Launch` takes them.
+    kernel : JITFunction
+        As a :class:`Launch` takes it.
+    kinds : tuple
+        The device's number, and the types that say what all pointers' types are.
     shape : callable
         Makes the :data:`Shape` of ``values``, and of nothing else.
     *values
         Hashable; what this launch depends on besides the pointers.
+
+    Returns
+    -------
+    Launch
+        The launch, still to be called.
     """
-    kinds = []
-    for pointer in pointers:
-        if type(pointer) is tuple:
-            kinds.extend([t.dtype for t in pointer])
-        else:
-            kinds.append(pointer.dtype)
-    key = (shape, on.get_device(), *kinds, *values)
+    key = (shape, kinds, values)
     found = _kept.get(key)
     if found is None:
         if len(_kept) >= _MOST:
             _kept.clear()
         found = _kept[key] = Launch(kernel, shape(*values))
-    found(on, *pointers)
+    return found
 
 
 def _watched() -> bool:

@@ -13,7 +13,7 @@ from torch_epilora.ops.checks import BLOCK, Groups
 from torch_epilora.ops.plan import Gemm
 from torch_epilora.ops.triton.common import ASM, column_tile, pick, slot_rank, slot_scaling, sum_of
 from torch_epilora.ops.triton.expand import load_h
-from torch_epilora.ops.triton.launch import Shape, launch
+from torch_epilora.ops.triton.launch import Shape, kept
 from torch_epilora.ops.triton.shrink import stride_or_zero
 
 LAYOUTS = {"tensor": 0, "channel": 1, "block": 2}
@@ -174,18 +174,20 @@ def linear(
     b, b_bias = b or [], b_bias or []
     lora = h is not None
     stride_sm = 0 if x_scale is None or x_scale.shape[0] != m else x_scale.stride(0)
-    launch(
-        linear_kernel, x,
-        (x, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
-         y if h is None else h, tuple(b) or (y,), tuple(b_bias) or (y,), y if rank is None else rank,
-         y if scaling is None else scaling, *(groups[:4] if groups is not None else (y, y, y, y))),
-        _linear_shape, m, k, tuple([t.shape[1] for t in b]) if lora else (n,),
+    kernel = kept(
+        linear_kernel, (x.get_device(), x.dtype, out_dtype, None if h is None else h.dtype), _linear_shape, m, k,
+        tuple([t.shape[1] for t in b]) if lora else (n,),
         (h.shape[3], groups.ids.shape[0], b[0].shape[0], h.shape[0]) if groups is not None and h is not None
         else (1, 0, 0, 1),
         weight.stride(0), x.stride(0), stride_sm, h.stride(0) if h is not None else 0,
         tuple([t.stride(0) for t in b]) or (0,), b[0].stride(1) if b else 0, stride_or_zero(rank),
         stride_or_zero(scaling), layout, x_scale is not None, lora, rank is not None, scaling is not None, bool(b_bias),
         bias is not None, config,
+    )  # fmt: skip
+    kernel(
+        x, x, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
+        y if h is None else h, tuple(b) or (y,), tuple(b_bias) or (y,), y if rank is None else rank,
+        y if scaling is None else scaling, *(groups[:4] if groups is not None else (y, y, y, y)),
     )  # fmt: skip
     return y
 

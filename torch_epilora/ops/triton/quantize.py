@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK
 from torch_epilora.ops.reference import FP8_MAX, MIN_GROUP_AMAX, MIN_SCALE
-from torch_epilora.ops.triton.launch import Shape, launch
+from torch_epilora.ops.triton.launch import Shape, kept
 
 TOKEN, GROUP, STATIC = 0, 1, 2
 TERMS = 3
@@ -189,7 +189,8 @@ def quantize(x: Tensor, mode: int, scale: Tensor | None = None) -> tuple[Tensor,
         scale = made
     if m and k:
         stride = 0 if made is None else made.stride(0)
-        launch(quantize_kernel, x, (x, codes, scale), _quantize_shape, m, k, x.stride(0), stride, mode)
+        kinds = x.get_device(), x.dtype
+        kept(quantize_kernel, kinds, _quantize_shape, m, k, x.stride(0), stride, mode)(x, x, codes, scale)
     elif m and made is not None and mode == TOKEN:
         made.fill_(MIN_SCALE)
     return codes, scale  # type: ignore[return-value]  # STATIC has one given

@@ -13,7 +13,7 @@ from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Shrink
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.common import pick, row_tile, slot_rank, slot_scaling, tile_rows
-from torch_epilora.ops.triton.launch import Launch, Shape
+from torch_epilora.ops.triton.launch import Launch, Shape, kept
 
 
 @triton.jit
@@ -165,17 +165,15 @@ def prepare_planes(
     What is returned takes x, a, rank, scaling, groups, and where they are there x_scale and out.
     """
     (m, k), (slots, r, _), slices, num_groups = x.shape, a[0].shape, len(a), groups.ids.shape[0]
-    split, kept = config.split_k, x.dtype
-    shape, dtype = (split, m, slices, r), (kept if split == 1 else torch.float32)
-    shrink = Launch(
-        shrink_kernel,
-        _shrink_shape(
-            m, k, r, slices, num_groups, slots, x.stride(0), q.scale_stride(k, quantize), a[0].stride(0),
-            a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling), rank is not None, scaling is not None,
-            quantize, config,
-        ),
+    split, kept_type = config.split_k, x.dtype
+    shape, dtype = (split, m, slices, r), (kept_type if split == 1 else torch.float32)
+    kinds = x.get_device(), kept_type
+    shrink = kept(
+        shrink_kernel, kinds, _shrink_shape, m, k, r, slices, num_groups, slots, x.stride(0),
+        q.scale_stride(k, quantize), a[0].stride(0), a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling),
+        rank is not None, scaling is not None, quantize, config,
     )  # fmt: skip
-    add = _prepare_sum(split, m, slices, r, num_groups, slots, scaling) if config.reduce and split > 1 else None
+    add = _prepare_sum(kinds, split, m, slices, r, num_groups, slots, scaling) if config.reduce and split > 1 else None
 
     def run(x, a, rank, scaling, groups, x_scale=None, out=None):
         h = out if out is not None else torch.empty(shape, dtype=dtype, device=x.device)
@@ -188,7 +186,7 @@ def prepare_planes(
             x, x, codes, x if x_scale is None else x_scale, h, tuple(a), x if rank is None else rank, some, *groups[:4]
         )
         if add is not None:
-            total = torch.empty((1, *shape[1:]), dtype=kept, device=x.device)
+            total = torch.empty((1, *shape[1:]), dtype=kept_type, device=x.device)
             add(x, h, total, some, *groups[:4])
             h = total
         return h, codes, x_scale
@@ -217,16 +215,16 @@ def _shrink_shape(
 
 def sum_planes(planes: Tensor, scaling: Tensor | None, groups: Groups, slots: int, out: Tensor) -> Tensor:
     """Add K1's fp32 planes [split_k, M, slices, R] in order into ``out`` [M, slices, R], scaled and rounded."""
-    add = _prepare_sum(*planes.shape, groups.ids.shape[0], slots, scaling)
+    add = _prepare_sum((out.get_device(), out.dtype), *planes.shape, groups.ids.shape[0], slots, scaling)
     add(out, planes, out, out if scaling is None else scaling, *groups[:4])
     return out
 
 
 def _prepare_sum(
-    split: int, m: int, slices: int, r: int, num_groups: int, slots: int, scaling: Tensor | None
+    kinds: tuple, split: int, m: int, slices: int, r: int, num_groups: int, slots: int, scaling: Tensor | None
 ) -> Launch:
     strides = stride_or_zero(scaling), scaling is not None
-    return Launch(sum_planes_kernel, _sum_shape(split, m, slices, r, num_groups, slots, *strides))
+    return kept(sum_planes_kernel, kinds, _sum_shape, split, m, slices, r, num_groups, slots, *strides)
 
 
 def _sum_shape(
