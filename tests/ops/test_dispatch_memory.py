@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.cases import Case, make_case, oracle, sqnr
 from tests.ops.interpreter import repaired  # noqa: F401
-from torch_epilora.ops import dispatch
+from torch_epilora.ops import dispatch, memory
 from torch_epilora.ops.checks import Call
 from torch_epilora.ops.triton import pdl
 
@@ -163,7 +163,7 @@ def test_what_is_kept_is_bounded_and_holds_no_tensor(monkeypatch: pytest.MonkeyP
     import gc
     import weakref
 
-    monkeypatch.setattr(dispatch, "_MOST", 2)
+    monkeypatch.setattr(memory, "MOST", 2)
     for m in range(1, 6):
         case = small(m=m)
         dispatch._linear("hybrid")(*case.args())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_epilora.ops import memory
 from torch_epilora.ops.triton import launch
 
 
@@ -142,7 +143,7 @@ def test_only_the_same_values_and_types_share_a_launch(kernel: Kernel, made: lis
 
 
 def test_what_is_kept_is_bounded(kernel: Kernel, made: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_MOST", 3)
+    monkeypatch.setattr(memory, "MOST", 3)
     for m in range(10):
         call(kernel, tensors(), m=m)
         assert 1 <= len(launch._kept) <= 3

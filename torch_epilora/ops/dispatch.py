@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from torch_epilora.ops import checks, reference
 from torch_epilora.ops.checks import Call, Groups
+from torch_epilora.ops.memory import remember
 from torch_epilora.ops.plan import DECODE_MAX_TOKENS, Plan, Problem, make_plan, refusal, unsupported
 from torch_epilora.ops.schemas import LINEAR_OPS, SCHEMAS, library
 
@@ -198,9 +199,6 @@ def _prepare(name: str | None, call: Call) -> Run:
     return _PATHS[name or plan.path](call, plan)
 
 
-_MOST = 1 << 15
-"""Prepared runs kept. A new number of tokens is a new one; past this many all are made anew."""
-
 _runs: dict[tuple, Run] = {}
 
 
@@ -231,13 +229,7 @@ def _linear(name: str | None):
     def kernel(*arguments) -> Tensor:
         call = Call(*arguments)
         key = name, _dependent(call), _likeness(call)
-        run = _runs.get(key)
-        if run is None:
-            run = _prepare(name, call)
-            if len(_runs) >= _MOST:
-                _runs.clear()
-            _runs[key] = run
-        return run(call)
+        return remember(_runs, key, lambda: _prepare(name, call))(call)
 
     return kernel
 

@@ -10,14 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
+from torch_epilora.ops.memory import remember
+
 Shape = tuple[tuple[int, ...], tuple, dict]
 """A launch's grid, integers (or tuples of them) and constants, these with Triton's launch options."""
 
 _ALIGNMENT = 15
 """Triton compiles for pointers that are multiples of 16 bytes or for any; only kernels of the first kind are kept."""
-
-_MOST = 1 << 15
-"""Launches kept. A new number of tokens is a new one; past this many all are made anew."""
 
 _kept: dict[tuple, "Launch"] = {}
 
@@ -103,13 +102,7 @@ def kept(kernel, kinds: tuple, shape: Callable[..., Shape], *values) -> Launch:
     Launch
         The launch, still to be called.
     """
-    key = (shape, kinds, values)
-    found = _kept.get(key)
-    if found is None:
-        if len(_kept) >= _MOST:
-            _kept.clear()
-        found = _kept[key] = Launch(kernel, shape(*values))
-    return found
+    return remember(_kept, (shape, kinds, values), lambda: Launch(kernel, shape(*values)))
 
 
 def _watched() -> bool:

@@ -172,8 +172,7 @@ def empty_codes(rows: int, k: int, mode: int, device: torch.device, *, terms: in
     codes = torch.empty((rows * terms, k), dtype=torch.float8_e4m3fn, device=device)
     if mode == STATIC:
         return codes, None
-    groups = cdiv(k, BLOCK) if mode == GROUP else 1
-    return codes, torch.empty((rows, groups), dtype=torch.float32, device=device)
+    return codes, torch.empty((rows, scale_stride(k, mode)), dtype=torch.float32, device=device)
 
 
 def scale_stride(k: int, mode: int) -> int:
@@ -188,9 +187,9 @@ def quantize(x: Tensor, mode: int, scale: Tensor | None = None) -> tuple[Tensor,
     if made is not None:
         scale = made
     if m and k:
-        stride = 0 if made is None else made.stride(0)
         kinds = x.get_device(), x.dtype
-        kept(quantize_kernel, kinds, _quantize_shape, m, k, x.stride(0), stride, mode)(x, x, codes, scale)
+        strides = x.stride(0), scale_stride(k, mode)
+        kept(quantize_kernel, kinds, _quantize_shape, m, k, *strides, mode)(x, x, codes, scale)
     elif m and made is not None and mode == TOKEN:
         made.fill_(MIN_SCALE)
     return codes, scale  # type: ignore[return-value]  # STATIC has one given

@@ -165,9 +165,9 @@ def prepare_planes(
     What is returned takes x, a, rank, scaling, groups, and where they are there x_scale and out.
     """
     (m, k), (slots, r, _), slices, num_groups = x.shape, a[0].shape, len(a), groups.ids.shape[0]
-    split, kept_type = config.split_k, x.dtype
-    shape, dtype = (split, m, slices, r), (kept_type if split == 1 else torch.float32)
-    kinds = x.get_device(), kept_type
+    split, x_dtype = config.split_k, x.dtype
+    shape, dtype = (split, m, slices, r), (x_dtype if split == 1 else torch.float32)
+    kinds = x.get_device(), x_dtype
     shrink = kept(
         shrink_kernel, kinds, _shrink_shape, m, k, r, slices, num_groups, slots, x.stride(0),
         q.scale_stride(k, quantize), a[0].stride(0), a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling),
@@ -186,7 +186,7 @@ def prepare_planes(
             x, x, codes, x if x_scale is None else x_scale, h, tuple(a), x if rank is None else rank, some, *groups[:4]
         )
         if add is not None:
-            total = torch.empty((1, *shape[1:]), dtype=kept_type, device=x.device)
+            total = torch.empty((1, *shape[1:]), dtype=x_dtype, device=x.device)
             add(x, h, total, some, *groups[:4])
             h = total
         return h, codes, x_scale
