@@ -24,9 +24,10 @@ from torch_epilora.ops.checks import Call, Groups
 from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan, refusal, shared_bytes
 from torch_epilora.ops.triton import pdl
 from torch_epilora.ops.triton import quantize as q
-from torch_epilora.ops.triton.expand import expand_add
+from torch_epilora.ops.triton.expand import expand_add, prepare_expand
 from torch_epilora.ops.triton.linear import linear
-from torch_epilora.ops.triton.shrink import shrink, shrink_planes
+from torch_epilora.ops.triton.shrink import prepare_shrink
+from torch_epilora.ops.triton.tma import prepare_tma
 
 FP8 = torch.float8_e4m3fn
 
@@ -65,6 +66,7 @@ class Gate:
         self.estimates: dict[str, int] = {}
         driver.set_active(NoGpu(arch))
         pdl.pdl_works = lambda device: True
+        dispatch._capability = lambda device: self.capability
         run = JITFunction.run
 
         def compile_only(fn, *args, grid, warmup, **kwargs):
@@ -93,16 +95,28 @@ class Gate:
         blocks = (-(-p.n // 128), -(-p.k // 128))
         scale = torch.empty({"tensor": (1,), "channel": (p.n, 1), "block": blocks}[p.layout])
         mode = -1 if p.compute == "w8a16" else q.GROUP if p.layout == "block" else q.TOKEN
-        h, codes, x_scale = shrink_planes(x, a, ranks, scaling, g, plan.shrink, quantize=mode)
+        beside = self.arch >= 90 and mode >= 0
+        h, _ = prepare_shrink(x, a, ranks, scaling, g, plan.shrink, pdl=beside)(x, a, ranks, scaling, g)
+        codes, x_scale = q.quantize(x, mode, beside=beside) if mode >= 0 else (x, None)
         weight = torch.empty(p.n, p.k, dtype=FP8)
         base_bias = torch.empty(p.n, dtype=p.dtype) if bias else None
         adapters = dict(h=h, b=b, b_bias=b_bias, rank=ranks, scaling=scaling, groups=g)
         linear(codes, x_scale, weight, scale, base_bias, p.layout, p.dtype, plan.gemm, **adapters)
         linear(codes, x_scale, weight, scale, base_bias, p.layout, p.dtype, plan.gemm)
-        expand_add(torch.empty(p.m, p.n, dtype=p.dtype), h, b, b_bias, ranks, scaling, g, plan.expand)
-        shrink(x, a, ranks, scaling, g, plan.shrink)
+        y = torch.empty(p.m, p.n, dtype=p.dtype)
+        expand_add(y, h, b, b_bias, ranks, scaling, g, plan.expand)
+        if plan.base == "decode":
+            add = prepare_expand(p.m, p.n, p.rank, b, b_bias, ranks, scaling, g, plan.expand, pdl=True)
+            add(y, h, b, b_bias, ranks, scaling, g)
+        if plan.tma is not None:
+            self.estimates["tma_kernel"] = shared_bytes(plan.tma, p)
+            for given in ((b, b_bias, ranks, scaling, g), ([], [], None, None, None)):
+                k2 = prepare_tma(x, p.k, 1, weight, base_bias, p.layout, plan.tma, *given)
+                k2(codes, x_scale, weight, scale, base_bias, h if given[0] else None, *given)
 
-    def decode(self, p: Problem, *, codes: str = "made", bias: bool = False, rank: bool = True) -> None:
+    def decode(
+        self, p: Problem, *, codes: str = "made", bias: bool = False, rank: bool = True, beside: bool = False
+    ) -> None:
         """Launch a problem's decode kernel as ``dispatch`` does; rank 0 is the bare base."""
         adapters = "bare" if not p.rank else "many" if min(p.groups - 1, p.m) > 1 else "one"
         self.label = (
@@ -132,7 +146,7 @@ class Gate:
             torch.empty(slots, dtype=torch.int32) if rank and slots else None,
             torch.empty(len(widths), slots) if rank and slots else None, *groups, p.compute,
         )  # fmt: skip
-        dispatch._decode(call, plan)(call)
+        dispatch._decode(call, plan, bare=beside)(call)
 
     def probe(self) -> None:
         """Compile what finds out whether dependent launches can be compiled."""
@@ -140,16 +154,11 @@ class Gate:
         pdl.probe_kernel.warmup(grid=(1,), launch_pdl=True)
 
     def quantizers(self, dtype: torch.dtype) -> None:
-        """Launch every quantizer by itself, and the static one inside the shrink."""
+        """Launch every quantizer."""
         self.label, self.estimates = f"k=4096 {str(dtype)[6:]}", {}
         x, scale = torch.empty(16, 4096, dtype=dtype), torch.empty(1)
         for mode in (q.TOKEN, q.GROUP, q.STATIC):
             q.quantize(x, mode, scale if mode == q.STATIC else None)
-        vec = torch.empty(2, dtype=torch.int32)
-        g = Groups(torch.empty(16, dtype=torch.int32), vec, vec, vec, torch.tensor([False]))
-        a = [torch.empty(1, 16, 4096, dtype=dtype)]
-        config = make_plan(Problem(16, 4096, 4096, 16, 1, 2, dtype=dtype, capability=self.capability)).shrink
-        shrink_planes(x, a, None, None, g, config, quantize=q.STATIC, x_scale=scale)
 
     def report(self) -> list[dict]:
         rows = []
@@ -159,7 +168,7 @@ class Gate:
                 path.write_bytes(kernel.asm["cubin"])
                 usage = subprocess.run([tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True).stdout
                 sass = kernel.asm.get("sass") or ""
-                if re.match("linear_kernel|decode_kernel", label) and self.arch == 90:
+                if re.match("linear_kernel|decode_kernel|tma_kernel", label) and self.arch == 90:
                     sass = subprocess.run([tool("cuobjdump"), "-sass", path], capture_output=True, text=True).stdout
                 rows.append(
                     {
@@ -194,6 +203,9 @@ def problems(capability: tuple[int, int]) -> list[Problem]:
         Problem(2048, 4096, 4096, 512, 2, 5, "channel", "w8a8", torch.bfloat16, capability),
         Problem(33, 1024, 1024, 320, 8, 5, "channel", "w8a8", torch.bfloat16, capability),
         Problem(256, 1024, 1024, 16, 1, 5, "channel", "w8a8", torch.float16, capability),
+        Problem(256, 6144, 4096, 64, 3, 33, "channel", "w8a8", torch.bfloat16, capability),
+        Problem(512, 4096, 12288, 128, 1, 9, "tensor", "w8a8", torch.float16, capability),
+        Problem(64, 24576, 4096, 64, 2, 33, "channel", "w8a8", torch.bfloat16, capability),
         Problem(16, 1024, 1024, 16, 1, 5, "tensor", "w8a16", torch.float16, capability),
         Problem(16, 256, 256, 16, 1, 5, "channel", "w8a8", torch.float32, capability),
         Problem(100, 256, 256, 16, 1, 5, "block", "w8a16", torch.float32, capability),
@@ -231,6 +243,7 @@ def decodes(capability: tuple[int, int]) -> list[tuple[Problem, dict]]:
         (50, 4096, 12288, 128, 1, 9, "tensor", "w8a8", fp16, {}),
         (64, 24576, 4096, 128, 2, 2, "block", "w8a8", bf16, {}),
         (64, 4096, 4096, 0, 1, 1, "channel", "w8a8", bf16, {"codes": "given"}),
+        (64, 24576, 4096, 0, 1, 1, "channel", "w8a8", bf16, {"beside": True}),
         (16, 4096, 4096, 16, 1, 2, "tensor", "w8a16", fp16, {}),
         (32, 4096, 4096, 0, 1, 1, "channel", "w8a16", bf16, {}),
         (32, 4096, 4112, 16, 1, 33, "channel", "w8a16", bf16, {}),

@@ -21,21 +21,14 @@ GEMM = Gemm(16, 64, 128, 16, 4, 1)
 def fused(case, *, split: int = 1, gemm: Gemm = GEMM):
     from torch_epilora.ops.triton import quantize as q
     from torch_epilora.ops.triton.linear import linear
-    from torch_epilora.ops.triton.shrink import shrink_planes
+    from torch_epilora.ops.triton.shrink import shrink
 
     mode = -1
     if case.compute == "w8a8" and case.x_codes is None:
         mode = q.STATIC if case.x_scale is not None else q.GROUP if case.layout == "block" else q.TOKEN
-    h, x, scale = shrink_planes(
-        case.x,
-        case.a,
-        case.rank,
-        case.scaling,
-        case.groups,
-        Shrink(16, 16, 64, split, False, 4, 1),
-        quantize=mode,
-        x_scale=case.x_scale,
-    )
+    config = Shrink(16, 16, 64, split, 4, 1)
+    h = shrink(case.x, case.a, case.rank, case.scaling, case.groups, config)
+    x, scale = q.quantize(case.x, mode, case.x_scale) if mode >= 0 else (case.x, None)
     if case.x_codes is not None:
         x, scale = case.x_codes, case.x_scale
     if case.compute == "w8a16":
@@ -111,20 +104,21 @@ def test_rows_without_adapter_are_bitwise_the_base() -> None:
 
 def test_expand_after_shrink() -> None:
     from torch_epilora.ops.triton.expand import expand_add
-    from torch_epilora.ops.triton.shrink import shrink, shrink_planes
+    from torch_epilora.ops.triton.shrink import shrink
 
     case = make_case(11, 256, [48, 20], 12, 3, b_bias=True)
     for split, run in ((1, 1), (2, 2), (4, 4)):
-        config = Shrink(16, 16, 64, split, split > 2, 4, 1)
+        config = Shrink(16, 16, 64, split, 4, 1)
         want = reference.shrink(case.x, case.a, case.rank, case.scaling, *case.groups[:4])
-        got = shrink(case.x, case.a, case.rank, case.scaling, case.groups, config)
+        got = shrink(
+            case.x, case.a, case.rank, case.scaling, case.groups, config, out=torch.zeros(11, 2, 12, dtype=case.x.dtype)
+        )  # fmt: skip
         assert sqnr(got, want) > 45
-        planes, _, _ = shrink_planes(case.x, case.a, case.rank, case.scaling, case.groups, config)
         y = torch.randn(11, 68).to(torch.bfloat16)
         expected = y.clone()
         reference.expand_add_(expected, want, case.b, case.b_bias, case.rank, case.scaling, *case.groups[:4])
         before = y.clone()
-        expand_add(y, planes, case.b, case.b_bias, case.rank, case.scaling, case.groups, Expand(16, 32, 16, run, 4, 1))
+        expand_add(y, got, case.b, case.b_bias, case.rank, case.scaling, case.groups, Expand(16, 32, 16, run, 4, 1))
         assert sqnr(y, expected) > 45
         bare = [i for i, slot in enumerate(case.row_slots) if slot < 0]
         assert torch.equal(y[bare], before[bare])
@@ -150,12 +144,13 @@ def test_quantizer_bits_equal_the_reference(mode: str, dtype: torch.dtype) -> No
 
 
 @triton.jit
-def divide_kernel(x_ptr, scale_ptr, y_ptr, divide: tl.constexpr, SIZE: tl.constexpr):
+def divide_kernel(x_ptr, scale_ptr, y_ptr, divide: tl.constexpr, DTYPE: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(y_ptr + at, divide(tl.load(x_ptr + at), tl.load(scale_ptr + tl.program_id(0))))
+    tl.store(y_ptr + at, divide(tl.load(x_ptr + at), tl.load(scale_ptr + tl.program_id(0)), DTYPE))
 
 
-def test_division_without_branches_is_the_ieee_division() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_division_without_branches_is_the_ieee_division(dtype: torch.dtype) -> None:
     """Where the quotient is not too small for any code, bit for bit, the sign of a zero too."""
     from torch_epilora.ops.triton.quantize import divide
 
@@ -164,11 +159,16 @@ def test_division_without_branches_is_the_ieee_division() -> None:
     x = amax * torch.randn(rows, size).clamp(-1, 1) * torch.exp2(torch.empty(rows, size).uniform_(-24, 0))
     x[:, :2] = torch.tensor([0.0, -0.0])
     x[::2] = x[::2].bfloat16().float()
+    if dtype == torch.float16:  # its significands, at any exponent
+        x = x.view(torch.int32).bitwise_and(-(1 << 13)).view(torch.float32)
+    elif dtype == torch.bfloat16:
+        x = x.bfloat16().float()
     scale = (x.abs().amax(1) / 448).clamp_min(reference.MIN_SCALE)
     scale[:3] = torch.tensor([float("inf"), float("nan"), 448.0])
     x[0, 5] = float("inf")
     got = torch.empty_like(x)
-    divide_kernel[(rows,)](x, scale, got, divide, size)
+    kind = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+    divide_kernel[(rows,)](x, scale, got, divide, kind, size)
     want = x / scale[:, None]
     assert torch.equal(got.isnan(), want.isnan()) and got.isnan().sum() == size + 1
     whole = ~want.isnan()
@@ -201,7 +201,7 @@ def test_metadata_out_of_range_reads_and_writes_nothing_outside() -> None:
     want = reference.shrink(case.x, case.a, case.rank, case.scaling, *bad[:4])
     from torch_epilora.ops.triton.shrink import shrink
 
-    got = shrink(case.x, case.a, case.rank, case.scaling, bad, Shrink(16, 16, 64, 1, False, 4, 1))
+    got = shrink(case.x, case.a, case.rank, case.scaling, bad, Shrink(16, 16, 64, 1, 4, 1), out=torch.zeros_like(want))
     assert torch.equal(got, want) and not want.any()
 
 

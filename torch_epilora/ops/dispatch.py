@@ -5,6 +5,7 @@ hand.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional
 from torch_epilora.ops import checks, reference
 from torch_epilora.ops.checks import Call, Groups
 from torch_epilora.ops.memory import remember
-from torch_epilora.ops.plan import DECODE_MAX_TOKENS, Plan, Problem, make_plan, refusal, unsupported
+from torch_epilora.ops.plan import Plan, Problem, make_plan, refusal, unsupported
 from torch_epilora.ops.schemas import LINEAR_OPS, SCHEMAS, library
 
 for _name in SCHEMAS:
@@ -58,13 +59,13 @@ def _quantizer(call: Call) -> int:
     return q.GROUP if call.layout == "block" else q.TOKEN
 
 
-def _quantized(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Make the GEMM's operand and its scale, without an adapter kernel to share the launch with."""
+def _quantized(call: Call, *, beside: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Make the GEMM's operand and its scale, ``beside`` the kernel before."""
     from torch_epilora.ops.triton import quantize as q
 
     mode = _quantizer(call)
     if mode >= 0:
-        return q.quantize(call.x, mode, call.x_scale)
+        return q.quantize(call.x, mode, call.x_scale, beside=beside)
     return (call.x, None) if call.compute == "w8a16" else (call.x_codes, call.x_scale)  # type: ignore[return-value]
 
 
@@ -95,64 +96,114 @@ def _vendor_gemm(call: Call, x: Tensor, scale: Tensor) -> Tensor:
     return y if y.shape[0] == m else y[:m]
 
 
-def _base(call: Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor:
-    """Multiply by the base weight with the plan's GEMM."""
-    if plan.base == "vendor" and scale is not None and checks.aligned(x, call.weight, call.bias):
-        return _vendor_gemm(call, x, scale)
-    return _own_gemm(call, plan, x, scale)
-
-
 Run = Callable[[Call], Tensor]
 """A path that is prepared for all calls of the same sizes, strides and types."""
 
 
-def _k1(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor, Tensor | None]]:
-    """Prepare h, and the GEMM's operand with its scale: made in the same launch, handed in, or x itself."""
-    from torch_epilora.ops.triton.shrink import prepare_planes
+def _pdl(call: Call) -> bool:
+    """Whether kernels may be launched as dependents of the one before; finding out compiles a kernel, once."""
+    if _capability(call.x.device) < (9, 0):
+        return False
+    from torch_epilora.ops.triton.pdl import pdl_works
 
-    planes = prepare_planes(call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, _quantizer(call))
+    return pdl_works(call.x.device)
+
+
+def _operands(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor, Tensor | None]]:
+    """Prepare h = x A^T, and beside it the GEMM's operand and its scale."""
+    from torch_epilora.ops.triton.shrink import prepare_shrink
+
+    beside = _pdl(call) and _quantizer(call) >= 0
+    shrink = prepare_shrink(call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, pdl=beside)
 
     def run(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        h, x, scale = planes(call.x, call.a, call.rank, call.scaling, call.groups, call.x_scale)
-        return h, x if call.x_codes is None else call.x_codes, scale
+        h, _scratch = shrink(call.x, call.a, call.rank, call.scaling, call.groups)
+        return h, *_quantized(call, beside=beside)
 
     return run
 
 
-def _decode(call: Call, plan: Plan) -> Run:
-    """One kernel quantizes, shrinks, multiplies and adds the up-projections (EpiLoRA section 3.1, the decode path)."""
+def _decode(call: Call, plan: Plan, *, bare: bool = False) -> Run:
+    """One kernel quantizes, shrinks, multiplies and adds the up-projections (EpiLoRA section 3.1, the decode path).
+
+    ``bare``: it computes the base alone, beside the kernel before.
+    """
     from torch_epilora.ops.triton.decode import prepare_decode
-    from torch_epilora.ops.triton.pdl import pdl_works
     from torch_epilora.ops.triton.quantize import TERMS
 
-    lora, quantize = call.has_adapters, TERMS if call.compute == "w8a16" else _quantizer(call)
+    lora = call.has_adapters and not bare
+    quantize = TERMS if call.compute == "w8a16" else _quantizer(call)
 
     def adapters(call: Call) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor | None, Tensor | None]:
         return (call.a, call.b, call.b_bias, call.rank, call.scaling) if lora else ([], [], [], None, None)
 
     decode = prepare_decode(
         call.x, call.x_codes, call.x_scale, call.weight, call.bias, call.layout, plan.decode, quantize,
-        pdl_works(call.x.device), *adapters(call), call.groups,
+        _pdl(call), *adapters(call), call.groups, beside=bare,
     )  # fmt: skip
     return lambda call: decode(
         call.x, call.x_codes, call.x_scale, call.weight, call.weight_scale, call.bias, *adapters(call), call.groups
     )
 
 
+K2 = Callable[[Call, Tensor | None, Tensor, Tensor | None], Tensor]
+"""A GEMM that is prepared: a call, h (None for the bare base), the operand and its scale."""
+
+
 def _fused(call: Call, plan: Plan) -> Run:
-    """K1 quantizes and shrinks, K2 multiplies and adds the up-projections in its epilogue (EpiLoRA section 3.1)."""
+    """K1, then K2, which multiplies and adds the up-projections in its epilogue (EpiLoRA section 3.1)."""
+    tma = _tma(call, plan, bare=not call.has_adapters)
+    k2 = tma if tma is not None else _k2(call, plan)
+    if not call.has_adapters:
+        return lambda call: k2(call, None, *_quantized(call))
+    operands = _operands(call, plan)
+    return lambda call: k2(call, *operands(call))
+
+
+def _k2(call: Call, plan: Plan) -> K2:
     from torch_epilora.ops.triton.linear import linear
 
-    if not call.has_adapters:
-        return lambda call: _own_gemm(call, plan, *_quantized(call))
-    k1 = _k1(call, plan)
-
-    def run(call: Call) -> Tensor:
-        h, x, scale = k1(call)
+    def run(call: Call, h: Tensor | None, x: Tensor, scale: Tensor | None) -> Tensor:
+        if h is None:
+            return _own_gemm(call, plan, x, scale)
         return linear(
             x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm,
             h=h, b=call.b, b_bias=call.b_bias, rank=call.rank, scaling=call.scaling, groups=call.groups,
         )  # fmt: skip
+
+    return run
+
+
+def _tma(call: Call, plan: Plan, *, bare: bool) -> K2 | None:
+    """Prepare K2 for more tokens than a decode batch, without the up-projections if ``bare``; None if it cannot run."""
+    if plan.tma is None or not checks.aligned(call.weight):
+        return None
+    from torch_epilora.ops.triton.quantize import scale_stride
+    from torch_epilora.ops.triton.tma import prepare_tma
+
+    def adapters(call: Call) -> tuple:
+        return ([], [], None, None, None) if bare else (call.b, call.b_bias, call.rank, call.scaling, call.groups)
+
+    m, k = call.x.shape
+    stride_cm, stride_sm = k, scale_stride(k, _quantizer(call))
+    if call.x_codes is not None and call.x_scale is not None:
+        stride_cm, stride_sm = call.x_codes.stride(0), call.x_scale.stride(0) if call.x_scale.shape[0] == m else 0
+    tma = prepare_tma(
+        call.x, stride_cm, stride_sm, call.weight, call.bias, call.layout, plan.tma, *adapters(call)
+    )  # fmt: skip
+    return lambda call, h, x, scale: tma(x, scale, call.weight, call.weight_scale, call.bias, h, *adapters(call))
+
+
+def _base(call: Call, plan: Plan) -> Callable[[Call, Tensor, Tensor | None], Tensor]:
+    """Prepare the plan's GEMM."""
+    tma = _tma(call, plan, bare=True) if plan.base == "tma" else None
+    if tma is not None:
+        return lambda call, x, scale: tma(call, None, x, scale)
+
+    def run(call: Call, x: Tensor, scale: Tensor | None) -> Tensor:
+        if plan.base == "vendor" and scale is not None and checks.aligned(x, call.weight, call.bias):
+            return _vendor_gemm(call, x, scale)
+        return _own_gemm(call, plan, x, scale)
 
     return run
 
@@ -162,18 +213,43 @@ def _hybrid(call: Call, plan: Plan) -> Run:
     from torch_epilora.ops.triton.expand import prepare_expand
 
     if not call.has_adapters:
-        return lambda call: _base(call, plan, *_quantized(call))
-    k1, split = _k1(call, plan), plan.shrink.split_k
+        base = _base(call, plan)
+        return lambda call: base(call, *_quantized(call))
     expand = prepare_expand(
-        call.x.shape[0], call.weight.shape[0], call.a[0].shape[1], 1 if plan.shrink.reduce else split, call.b,
-        call.b_bias, call.rank, call.scaling, call.groups, plan.expand,
+        call.x.shape[0], call.weight.shape[0], call.a[0].shape[1], call.b, call.b_bias, call.rank, call.scaling,
+        call.groups, plan.expand, pdl=plan.base == "decode" and _pdl(call),
     )  # fmt: skip
+    product = _around_decode(call, plan) if plan.base == "decode" else _around(call, plan)
 
     def run(call: Call) -> Tensor:
-        h, x, scale = k1(call)
-        y = _base(call, plan, x, scale)
+        h, y = product(call)
         expand(y, h, call.b, call.b_bias, call.rank, call.scaling, call.groups)
         return y
+
+    return run
+
+
+def _around(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor]]:
+    operands, base = _operands(call, plan), _base(call, plan)
+
+    def run(call: Call) -> tuple[Tensor, Tensor]:
+        h, x, scale = operands(call)
+        return h, base(call, x, scale)
+
+    return run
+
+
+def _around_decode(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor]]:
+    """K1 and beside it a decode kernel, which quantizes and multiplies."""
+    from torch_epilora.ops.triton.shrink import prepare_shrink
+
+    bare = make_plan(replace(_problem(call), rank=0, slices=1, groups=1))
+    shrink = prepare_shrink(call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, pdl=_pdl(call))
+    decode = _decode(call, bare, bare=True)
+
+    def run(call: Call) -> tuple[Tensor, Tensor]:
+        h, _scratch = shrink(call.x, call.a, call.rank, call.scaling, call.groups)
+        return h, decode(call)
 
     return run
 
@@ -213,22 +289,12 @@ def _likeness(call: Call) -> tuple:
     return tuple(found)
 
 
-def _dependent(call: Call) -> bool:
-    """Whether a decode kernel for this call would be launched as a dependent; finding out compiles a kernel, once."""
-    x = call.x
-    if x.dim() != 2 or x.shape[0] > DECODE_MAX_TOKENS or _capability(x.device) < (9, 0):
-        return False
-    from torch_epilora.ops.triton.pdl import pdl_works
-
-    return pdl_works(x.device)
-
-
 def _linear(name: str | None):
     """Make the CUDA kernel of one operator: ``name`` forces a path, None lets the plan choose."""
 
     def kernel(*arguments) -> Tensor:
         call = Call(*arguments)
-        key = name, _dependent(call), _likeness(call)
+        key = name, _pdl(call), _likeness(call)
         return remember(_runs, key, lambda: _prepare(name, call))(call)
 
     return kernel
@@ -277,7 +343,8 @@ def _cuda_shrink(
 
     plan = make_plan(Problem(x.shape[0], 0, x.shape[1], r, len(a), ids.shape[0], dtype=x.dtype, capability=capability))
     groups = Groups(sorted_tokens, ids, counts, starts, _UNKNOWN)
-    return shrink(x, a, rank, scaling, groups, plan.shrink)
+    h = torch.zeros((x.shape[0], len(a), r), dtype=x.dtype, device=x.device)
+    return shrink(x, a, rank, scaling, groups, plan.shrink, out=h)
 
 
 def _cuda_expand(
@@ -302,7 +369,7 @@ def _cuda_expand(
         Problem(y.shape[0], y.shape[1], 0, h.shape[2], len(b), ids.shape[0], dtype=y.dtype, capability=capability)
     )
     groups = Groups(sorted_tokens, ids, counts, starts, _UNKNOWN)
-    expand_add(y, h[None], b, b_bias, rank, scaling, groups, plan.expand)
+    expand_add(y, h, b, b_bias, rank, scaling, groups, plan.expand)
 
 
 library.impl("quantize_fp8_token", _cuda_quantize("token"), "CUDA")

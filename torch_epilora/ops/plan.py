@@ -26,6 +26,9 @@ batch's groups in registers."""
 FUSED_MAX_TOKENS = 32
 FUSED_MAX_ADAPTERS = 2
 OWN_MAX_TOKENS = 64
+TMA_MAX_BLOCKS = 264
+MANY_MIN_TOKENS = 32
+MANY_MIN_ADAPTERS = 16
 """Where the paths and the two GEMMs change places on an H200 (benchmarks/NOTES.md)."""
 
 
@@ -78,17 +81,29 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Shrink:
-    """Tiles of K1: tokens, ranks and inputs a block; ``split_k`` blocks share one sum over K.
+class Tma:
+    """Tiles of K2 for more tokens than a decode batch: tokens, outputs and inputs a block, ranks added at once.
 
-    ``reduce`` has a kernel of its own add the splits; otherwise their consumer adds them as it reads.
+    ``b_stages`` up-projections are in flight in the epilogue.
     """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    block_r: int
+    num_warps: int
+    num_stages: int
+    b_stages: int
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Tiles of K1: tokens, ranks and inputs a block; ``split_k`` blocks share one sum over K, the last one adds up."""
 
     block_m: int
     block_r: int
     block_k: int
     split_k: int
-    reduce: bool
     num_warps: int
     num_stages: int
 
@@ -136,12 +151,17 @@ class Decode:
 
 @dataclass(frozen=True)
 class Plan:
-    """A path, the reason it was chosen, whose GEMM computes the base ("own" or "vendor"), and every kernel's tiles."""
+    """A path, the reason it was chosen, what computes the base, and every kernel's tiles.
+
+    The base is that of K2 ("own"), of K2 for more tokens ("tma"), of PyTorch ("vendor") or of the decode kernel
+    ("decode"). ``tma`` is None where K2 for more tokens cannot run or there are no more.
+    """
 
     path: str
     reason: str
     base: str
     gemm: Gemm
+    tma: Tma | None
     shrink: Shrink
     expand: Expand
     decode: Decode
@@ -151,7 +171,10 @@ def _size(dtype: torch.dtype) -> int:
     return torch.empty((), dtype=dtype).element_size()
 
 
-def shared_bytes(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> int:
+Tiles = Gemm | Tma | Shrink | Expand | Decode
+
+
+def shared_bytes(config: Tiles, problem: Problem) -> int:
     """Estimate a kernel's shared memory in bytes: its pipelined tiles, or the epilogue's if those are larger."""
     x = 1 if problem.compute == "w8a8" else _size(problem.dtype)
     full = _size(problem.dtype)
@@ -160,6 +183,10 @@ def shared_bytes(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> i
         stage = config.block_n * config.block_k + config.block_m * config.block_k * x
         epilogue = (config.block_n + config.block_m) * config.block_r * full
         return max(stage * config.num_stages + widened, epilogue, config.block_n * config.block_m * full)
+    if isinstance(config, Tma):
+        loop = (config.block_n + config.block_m) * config.block_k * config.num_stages
+        rank = _rank_block(problem, config.block_r) * full
+        return max(loop, (config.block_n + config.block_m) * rank * config.b_stages) + (1 << 10)
     if isinstance(config, Decode):
         stage = (config.block_n + config.block_m * _columns(problem)) * config.block_k
         scales = (config.block_n + config.block_m) * 4 * (problem.layout == "block")
@@ -176,12 +203,12 @@ def shared_bytes(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> i
     return max(tiles, config.block_m * config.block_n * 4)
 
 
-def refusal(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> str | None:
+def refusal(config: Tiles, problem: Problem) -> str | None:
     """Say why a configuration cannot run a problem, or None if it can. The only validity predicate of the library.
 
     Parameters
     ----------
-    config : Gemm, Shrink, Expand or Decode
+    config : Gemm, Tma, Shrink, Expand or Decode
         Tiles of one kernel.
     problem : Problem
         The projection and the GPU.
@@ -211,9 +238,13 @@ def refusal(config: Gemm | Shrink | Expand | Decode, problem: Problem) -> str | 
             return f"part={config.part} is not a power of two of at least {BLOCK}"
         if config.block_k < 32:
             return f"block_k={config.block_k} is less than the 32 inputs of an FP8 MMA"
+    if isinstance(config, Tma):
+        missing = _tma_refusal(problem)
+        if missing:
+            return missing
     if isinstance(config, Gemm | Decode) and problem.layout == "block" and config.block_k != BLOCK:
         return f"block_k={config.block_k} must be {BLOCK} under 128x128 scales"
-    if isinstance(config, Gemm | Expand) and config.block_r > 128:
+    if isinstance(config, Gemm | Tma | Expand) and config.block_r > 128:
         return f"block_r={config.block_r} is more than 128 ranks at once, which spills registers"
     used = shared_bytes(config, problem)
     if used > limit:
@@ -231,6 +262,19 @@ def _decode_refusal(p: Problem) -> str | None:
         return f"rank {p.rank} is more than the {DECODE_MAX_RANK} of one tile"
     if p.groups > DECODE_MAX_GROUPS:
         return f"{p.groups} groups are more than the {DECODE_MAX_GROUPS} it holds in registers"
+    if p.dtype == torch.float32:
+        return "float32 activations have no tensor cores to use"
+    return f"inputs come in multiples of 16, not {p.k}" if p.k % 16 else None
+
+
+def _tma_refusal(p: Problem) -> str | None:
+    """Say why K2 for more tokens cannot run a problem with any tiles, or None if it can."""
+    if p.capability < (9, 0):
+        return f"compute capability {p.capability[0]}.{p.capability[1]} has no tensor memory accelerator; 9.0 has"
+    if p.compute != "w8a8":
+        return f"it multiplies codes by codes, not {p.compute}"
+    if p.layout == "block":
+        return "it has no 128x128 scales"
     if p.dtype == torch.float32:
         return "float32 activations have no tensor cores to use"
     return f"inputs come in multiples of 16, not {p.k}" if p.k % 16 else None
@@ -301,6 +345,14 @@ def _gemm(p: Problem) -> Gemm:
     return Gemm(128, 128, BLOCK, block_r, 8, 4 if roomy else 2)
 
 
+def _tma(p: Problem) -> Tma | None:
+    blocks = cdiv(p.m, 64) * cdiv(p.n, 128)
+    # one block a multiprocessor keeps more in flight than two
+    stages = (6 if blocks <= MULTIPROCESSORS else 4) if _roomy(p) else 3
+    tiles = Tma(64, 128, BLOCK, _rank_block(p, 64), 4, stages, 3)
+    return tiles if p.m > DECODE_MAX_TOKENS and refusal(tiles, p) is None else None
+
+
 def _rows_a_group(p: Problem) -> int:
     return p.m // max(1, min(p.groups - 1, p.m))
 
@@ -312,16 +364,16 @@ def _power_of_two(value: int, most: int) -> int:
 
 def _shrink(p: Problem) -> Shrink:
     if p.dtype == torch.float32 or p.k % 16:
-        return Shrink(16, _rank_block(p, 32), 64, 1, False, 4, 2)
+        return Shrink(16, _rank_block(p, 32), 64, 1, 4, 2)
     rows = _rows_a_group(p)
     block_m = 16 if p.m <= 64 or rows <= 16 else 32 if rows <= 32 else 64
-    block_r = _rank_block(p, 32 if p.m <= 64 else 64)
-    tiles = max(cdiv(p.m, block_m), min(p.groups - 1, p.m)) * p.slices * cdiv(max(p.rank, 1), block_r)
-    # enough blocks for two a multiprocessor, each with at least 256 inputs to add
-    split = _power_of_two(2 * MULTIPROCESSORS // tiles, min(4 if 16 < p.m <= 64 else 8, p.k // 256))
-    if block_m == 64:
-        return Shrink(64, block_r, 64, split, True, 4, 4)
-    return Shrink(block_m, block_r, BLOCK, split, p.m > 64, 4, 3)
+    tiles = max(cdiv(p.m, block_m), min(p.groups - 1, p.m)) * p.slices
+    block_r = _rank_block(p, 32 if tiles <= 16 else 64)
+    tiles *= cdiv(max(p.rank, 1), block_r)
+    # as many blocks as the GPU holds at once, each with at least 256 inputs to add
+    room = MULTIPROCESSORS * (1 if block_m == 64 else 2)
+    split = _power_of_two(room // tiles, min(8, p.k // 256))
+    return Shrink(block_m, block_r, BLOCK, split, 4, 4 if _roomy(p) else 2)
 
 
 def _expand(p: Problem) -> Expand:
@@ -329,7 +381,7 @@ def _expand(p: Problem) -> Expand:
         return Expand(16, 64, 32, 1, 4, 1)
     rows = _rows_a_group(p)
     block_m = 16 if rows <= 16 or p.rank % 8 else 32 if rows <= 32 else 64
-    block_n = 64 if block_m == 64 else 128
+    block_n = 128 if block_m == 32 else 64
     tiles = max(cdiv(p.m, block_m), min(p.groups - 1, p.m)) * cdiv(p.n, block_n)
     return Expand(block_m, block_n, _rank_block(p, 64), _power_of_two(tiles // (2 * MULTIPROCESSORS), 8), 4, 3)
 
@@ -397,18 +449,26 @@ def _decode(p: Problem) -> Decode:
 
 @lru_cache(maxsize=4096)
 def _plan(problem: Problem) -> Plan:
-    tiles = _gemm(problem), _shrink(problem), _expand(problem), _decode(problem)
+    tiles = _gemm(problem), _tma(problem), _shrink(problem), _expand(problem), _decode(problem)
     missing = unsupported(problem.capability)
     if missing:
         return Plan("reference", missing, "none", *tiles)
     refused = vendor_refusal(problem)
-    base = "own" if refused or problem.m <= OWN_MAX_TOKENS else "vendor"
-    if refusal(tiles[3], problem) is None:
+    adapters = min(problem.groups - 1, problem.m)
+    if refusal(tiles[-1], problem) is None:
+        if problem.rank and problem.m > MANY_MIN_TOKENS and adapters >= MANY_MIN_ADAPTERS:
+            reason = f"over {MANY_MIN_TOKENS} tokens of at least {MANY_MIN_ADAPTERS} adapters: a kernel of its own adds"
+            return Plan("hybrid", reason, "decode", *tiles)
         reason = f"at most {_decode_tokens(problem)} tokens: one kernel in which quantizer, shrink and GEMM overlap"
         return Plan("decode", reason, "own", *tiles)
-    if problem.m <= FUSED_MAX_TOKENS and min(problem.groups - 1, problem.m) <= FUSED_MAX_ADAPTERS:
+    if problem.m <= FUSED_MAX_TOKENS and adapters <= FUSED_MAX_ADAPTERS:
         reason = f"at most {FUSED_MAX_TOKENS} tokens and {FUSED_MAX_ADAPTERS} adapters: cheapest in the GEMM's epilogue"
         return Plan("fused", reason, "own", *tiles)
+    tma = tiles[1]
+    if tma and (refused or cdiv(problem.m, tma.block_m) * cdiv(problem.n, tma.block_n) <= TMA_MAX_BLOCKS):
+        reason = refused or f"its GEMM has at most {TMA_MAX_BLOCKS} blocks, where the library's is the faster"
+        return Plan("fused", f"cheapest in the library's GEMM's epilogue: {reason}", "tma", *tiles)
+    base = "own" if refused or problem.m <= OWN_MAX_TOKENS else "vendor"
     if refused:
         reason = f"adapter kernels after the library's own GEMM, since the vendor's cannot be used: {refused}"
     else:

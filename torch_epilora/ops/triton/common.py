@@ -20,28 +20,32 @@ def on_device(t: torch.Tensor) -> AbstractContextManager:
 
 
 @triton.jit
-def row_tile(tile, ids_ptr, counts_ptr, num_groups, num_slots, GROUPS: tl.constexpr, BM: tl.constexpr):
-    """Find the group of the tile-th tile of BM rows and the tile's first row inside it; group -1 is past the end.
+def row_tile(
+    tile, ids_ptr, counts_ptr, starts_ptr, num_groups, num_slots, GROUPS: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """Find the tile-th tile of BM rows: (group, its first position among the sorted rows, its group's last one plus 1).
 
-    Tiles never span two groups and cover only groups with an adapter. Each program scans the counts itself, so no work
-    list is written to memory and a CUDA graph's fixed grid follows whatever the counts say at replay.
+    Tiles never span two groups and cover only groups with an adapter; group -1 is past the end. Each program scans the
+    counts itself, so no work list is written to memory and a CUDA graph's fixed grid follows whatever the counts say at
+    replay.
     """
     g = tl.arange(0, GROUPS)
     ids = tl.load(ids_ptr + g, mask=g < num_groups, other=-1)
     counts = tl.load(counts_ptr + g, mask=g < num_groups, other=0)
+    starts = tl.load(starts_ptr + g, mask=g < num_groups, other=0)
     tiles = tl.where((ids >= 0) & (ids < num_slots), (counts + BM - 1) // BM, 0)
     ends = tl.cumsum(tiles, 0)
     group = tl.sum((ends <= tile).to(tl.int32), 0)
-    first = tl.sum(tl.where(g == group, ends - tiles, 0), 0)
-    return tl.where(tile < tl.sum(tiles, 0), group, -1), (tile - first) * BM
+    begin = tl.sum(tl.where(g == group, starts + (tile - ends + tiles) * BM, 0), 0)
+    stop = tl.sum(tl.where(g == group, starts + counts, 0), 0)
+    return tl.where(tile < tl.sum(tiles, 0), group, -1), begin, stop
 
 
 @triton.jit
-def tile_rows(group, first, sorted_ptr, counts_ptr, starts_ptr, M, BM: tl.constexpr):
-    """(rows of the tile that starts at row ``first`` of its group, which of them exist), for any metadata."""
-    within = first + tl.arange(0, BM)
-    position = tl.load(starts_ptr + group) + within
-    inside = (within < tl.load(counts_ptr + group)) & (position >= 0) & (position < M)
+def tile_rows(begin, stop, sorted_ptr, M, BM: tl.constexpr):
+    """(rows of the tile from position ``begin``, which of them exist), for any metadata."""
+    position = begin + tl.arange(0, BM)
+    inside = (position < stop) & (position >= 0) & (position < M)
     rows = tl.load(sorted_ptr + position, mask=inside, other=-1)
     valid = (rows >= 0) & (rows < M)
     return rows.to(tl.int64), valid

@@ -24,17 +24,14 @@ from torch_epilora.ops.triton.common import (
     column_tile,
     on_device,
     pick,
-    row_tile,
     slot_rank,
-    slot_scaling,
     sum_of,
-    tile_rows,
 )
 from torch_epilora.ops.triton.launch import Shape, kept
 from torch_epilora.ops.triton.linear import LAYOUTS, settle, step
-from torch_epilora.ops.triton.shrink import shrink_sum, stride_or_zero
+from torch_epilora.ops.triton.shrink import row_tiles, shrink_tile, stride_or_zero
 from torch_epilora.ops.triton.signals import HEADER, take_signal
-from torch_epilora.ops.triton.sync import CODES, LEFT, TILES, announce, arrive, clear, leave, prefetch, wait_for
+from torch_epilora.ops.triton.sync import CODES, LEFT, TILES, announce, clear, leave, prefetch, wait_for
 
 _HEADER = tl.constexpr(HEADER)
 
@@ -46,56 +43,6 @@ def groups_of(ids_ptr, counts_ptr, num_groups, num_slots, GROUPS: tl.constexpr):
     ids = tl.load(ids_ptr + g, mask=g < num_groups, other=-1)
     counts = tl.load(counts_ptr + g, mask=g < num_groups, other=0)
     return g, ids, counts, (ids >= 0) & (ids < num_slots) & (counts > 0)
-
-
-@triton.jit
-def shrink_tile(
-    pid, x_ptr, planes_ptr, h_ptr, signal_ptr, a_ptrs, rank_ptr, scaling_ptr,
-    sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
-    M, K, R, num_groups, num_slots, stride_xm, stride_al, stride_ar, rank_stride, scaling_stride,
-    GROUPS: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr,
-    BM: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, RANK_TILES: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Make one K-split of a [BM, BR] tile of h, of rows of one group; the split that ends last adds all in order.
-
-    A tile beyond the last is announced as it is, so that a frozen grid expects one number of tiles.
-    """
-    split = pid % SPLIT
-    tile = pid // SPLIT
-    slice_index = (tile // RANK_TILES) % len(a_ptrs)
-    number = tile // (RANK_TILES * len(a_ptrs))
-    group, first = row_tile(number, ids_ptr, counts_ptr, num_groups, num_slots, GROUPS, BM)
-    last = split == 0
-    if group >= 0:
-        slot = tl.load(ids_ptr + group)
-        rows, valid = tile_rows(group, first, sorted_ptr, counts_ptr, starts_ptr, M, BM)
-        rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
-        r = (tile % RANK_TILES) * BR + tl.arange(0, BR)
-        a_ptr = pick(a_ptrs, slice_index) + slot.to(tl.int64) * stride_al
-        span = tl.cdiv(tl.cdiv(K, BS), SPLIT) * BS
-        begin = split * span
-        end = tl.minimum(begin + span, K)
-        acc = shrink_sum(x_ptr, a_ptr, rows, valid, r, rank, begin, end, K, stride_xm, stride_ar, BM, BR, BS, STAGES)
-        offs = (rows[:, None] * len(a_ptrs) + slice_index) * R + r[None, :]
-        keep = valid[:, None] & (r < R)[None, :]
-        last = True
-        if SPLIT > 1:
-            plane = M * len(a_ptrs) * R
-            tl.store(planes_ptr + split * plane + offs, acc, mask=keep)
-            last = arrive(signal_ptr + _HEADER + tile) == SPLIT - 1
-            if last:
-                tl.store(signal_ptr + _HEADER + tile, 0)
-                acc = tl.load(planes_ptr + offs, mask=keep, other=0.0)
-                for s in tl.static_range(1, SPLIT):
-                    acc += tl.load(planes_ptr + s * plane + offs, mask=keep, other=0.0)
-        if last:
-            acc *= slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
-            # past the rank stand zeros, and not what an infinite input or scaling times zero is
-            acc = tl.where((r < rank)[None, :], acc, 0.0)
-            tl.store(h_ptr + offs, acc.to(h_ptr.dtype.element_ty), mask=keep)
-    if last:
-        announce(signal_ptr + TILES)
 
 
 @triton.jit
@@ -170,18 +117,19 @@ def decode_kernel(
     PART: tl.constexpr, RANK_TILES: tl.constexpr, SPLIT: tl.constexpr, SHRINK_M: tl.constexpr,
     SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr, SHRINK_STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, B_STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program of one of the roles; the GEMM's make BN outputs of one slice for all rows.
 
     MANY: more than one group can have an adapter. If only one can, its B and h are read EARLY steps before the main
     loop ends. AHEAD bytes of each row of weights are asked for while the kernel before this one ends. The kernel after
-    this one may start before the main loop (OVERLAP) or near its end.
+    this one may start before the main loop (OVERLAP) or near its end. BESIDE: only the kernel after this one needs what
+    the kernel before it makes, so its end is waited for last.
     """
     pid = tl.program_id(0)
     if QUANTIZE >= 0:
         if pid < quantize_programs:
-            if PDL:
+            if PDL and not BESIDE:
                 gdc_wait()
             parts = tl.cdiv(K, PART)
             row = (pid // parts).to(tl.int64)
@@ -195,12 +143,14 @@ def decode_kernel(
         if pid < quantize_programs + shrink_programs:
             if PDL:
                 gdc_wait()
-            shrink_tile(
+            done = shrink_tile(
                 pid - quantize_programs, x_ptr, planes_ptr, h_ptr, signal_ptr, a_ptrs, rank_ptr, scaling_ptr,
                 sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
                 M, K, R, num_groups, num_slots, stride_xm, stride_al, stride_ar, rank_stride, scaling_stride,
                 GROUPS, HAS_RANK, HAS_SCALING, SHRINK_M, SHRINK_R, SHRINK_K, RANK_TILES, SPLIT, SHRINK_STAGES,
             )  # fmt: skip
+            if done:
+                announce(signal_ptr + TILES)
             return
     tile = pid - quantize_programs - shrink_programs
     slice_index, base, inner, width = column_tile(tile, widths, BN)
@@ -215,7 +165,7 @@ def decode_kernel(
     if AHEAD > 0:
         halves = tl.arange(0, 2) * (AHEAD // 2)
         prefetch(w_rows[:, None] + halves[None, :], tl.where(n_valid[:, None], AHEAD // 2, 0))
-    if PDL:
+    if PDL and not BESIDE:
         gdc_wait()
     # what the epilogue needs is read first: it arrives while the main loop runs
     if LAYOUT == 1:
@@ -345,6 +295,8 @@ def decode_kernel(
     if LORA or QUANTIZE >= 0:
         for i in tl.static_range(_HEADER):
             clear(signal_ptr + i, ticket, linear_programs - 1)
+    if PDL and BESIDE:
+        gdc_wait()
 
 
 def decode(
@@ -366,6 +318,7 @@ def decode(
     scaling: Tensor | None = None,
     groups: Groups | None = None,
     h: Tensor | None = None,
+    beside: bool = False,
 ) -> Tensor:
     """Launch the decode kernel.
 
@@ -381,12 +334,14 @@ def decode(
         Adapters; without them the result is the bare base.
     h : Tensor, optional
         The shrink's result [M, slices, R], to leave it out of the launch: what benchmarks subtract.
+    beside : bool
+        Run beside the kernel before, whose work only the kernel after this one needs.
     """
     lora = bool(a)
     a, b, b_bias = a or [], b if a and b else [], b_bias if a and b_bias else []
     rank, scaling = (rank, scaling) if lora else (None, None)
     run = prepare_decode(
-        x, x_codes, x_scale, weight, bias, layout, config, quantize, pdl, a, b, b_bias, rank, scaling, groups, h
+        x, x_codes, x_scale, weight, bias, layout, config, quantize, pdl, a, b, b_bias, rank, scaling, groups, h, beside
     )
     return run(x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, groups, h)
 
@@ -394,7 +349,7 @@ def decode(
 def prepare_decode(
     x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, weight: Tensor, bias: Tensor | None, layout: str,
     config: Decode, quantize: int, pdl: bool, a: list[Tensor], b: list[Tensor], b_bias: list[Tensor],
-    rank: Tensor | None, scaling: Tensor | None, groups: Groups | None, h: Tensor | None = None,
+    rank: Tensor | None, scaling: Tensor | None, groups: Groups | None, h: Tensor | None = None, beside: bool = False,
 ) -> Callable[..., Tensor]:  # fmt: skip
     """Prepare the decode kernel for all operands of these sizes, strides, types and alignment of the weight.
 
@@ -405,7 +360,9 @@ def prepare_decode(
     dtype, slices = x.dtype, max(len(a), 1)
     slots, r = (a[0].shape[0], a[0].shape[1]) if lora else (0, 1)
     num_groups = groups.ids.shape[0] if groups is not None and lora else 1
-    tiles = _shrink_tiles(m, slices, r, num_groups, slots, config) if lora and h is None else 0
+    tiles = 0
+    if lora and h is None:
+        tiles = row_tiles(m, num_groups, slots, config.shrink_m) * slices * cdiv(r, _shrink_ranks(r, config))
     split = config.split_k if tiles and config.split_k > 1 else 0
     codes = terms("w8a16" if quantize == q.TERMS else "w8a8", dtype)
     stride_sm = q.scale_stride(k, quantize)
@@ -417,7 +374,7 @@ def prepare_decode(
         tuple(t.shape[1] for t in b) if lora else (n,), x.stride(0), stride_cm, stride_sm, weight.stride(0),
         a[0].stride(0) if lora else 0, a[0].stride(1) if lora else 0, tuple(t.stride(0) for t in b) or (0,),
         b[0].stride(1) if lora else 0, stride_or_zero(rank), stride_or_zero(scaling), layout, codes, quantize, lora,
-        rank is not None, scaling is not None, bool(b_bias), bias is not None, aligned(weight), pdl, config,
+        rank is not None, scaling is not None, bool(b_bias), bias is not None, aligned(weight), pdl, beside, config,
     )  # fmt: skip
     waits = lora or quantize >= 0
 
@@ -444,12 +401,6 @@ def prepare_decode(
     return run
 
 
-def _shrink_tiles(m: int, slices: int, r: int, num_groups: int, slots: int, config: Decode) -> int:
-    """Tiles of h, whatever the groups: each of a group's but its first is full before it."""
-    active = min(num_groups, slots, m)
-    return (active + (m - active) // config.shrink_m) * slices * cdiv(r, _shrink_ranks(r, config))
-
-
 def _shrink_ranks(r: int, config: Decode) -> int:
     return min(max(next_power_of_2(r), 16), config.shrink_r)
 
@@ -459,7 +410,7 @@ def _decode_shape(
     stride_cm: int, stride_sm: int, stride_wn: int, stride_al: int, stride_ar: int, stride_bls: tuple[int, ...],
     stride_bn: int, rank_stride: int, scaling_stride: int, layout: str, codes: int, quantize: int, lora: bool,
     has_rank: bool, has_scaling: bool, has_lora_bias: bool, has_bias: bool, aligned_weight: bool, pdl: bool,
-    config: Decode,
+    beside: bool, config: Decode,
 ) -> Shape:  # fmt: skip
     quantize_programs = m * cdiv(k, config.part) if quantize >= 0 else 0
     shrink_programs = tiles * config.split_k
@@ -481,7 +432,7 @@ def _decode_shape(
         BR=max(next_power_of_2(r), 16), STAGES=config.num_stages, TOGETHER=config.together,
         B_STAGES=config.b_stages, AHEAD=config.ahead if quantize >= 0 and aligned_weight else 0, EARLY=config.early,
         # measured: another call's blocks beside the main loop pay where codes are made or nothing else is done
-        OVERLAP=config.overlap and lora == (quantize >= 0), PDL=pdl, num_warps=config.num_warps,
+        OVERLAP=config.overlap and lora == (quantize >= 0), BESIDE=beside, PDL=pdl, num_warps=config.num_warps,
         # as in K2: rows without adapter must round as the bare base does
         enable_fp_fusion=layout == "block",
     )  # fmt: skip

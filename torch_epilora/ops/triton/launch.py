@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_epilora.ops.memory import remember
 
@@ -47,7 +48,7 @@ class Launch:
         on : Tensor
             Names the device.
         *pointers
-            Tensors, and tuples of tensors.
+            Tensors, tuples of tensors, and tensor descriptors.
         """
         device = on.get_device()
         if device < 0:
@@ -66,6 +67,9 @@ class Launch:
                 addresses.append(several)
                 for address in several:
                     seen |= address
+            elif type(pointer) is TensorDescriptor:
+                addresses.append(pointer)
+                seen |= pointer.base.data_ptr()
             else:
                 address = pointer.data_ptr()
                 addresses.append(address)

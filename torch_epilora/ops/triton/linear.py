@@ -12,7 +12,6 @@ from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK, Groups
 from torch_epilora.ops.plan import Gemm
 from torch_epilora.ops.triton.common import ASM, column_tile, pick, slot_rank, slot_scaling, sum_of
-from torch_epilora.ops.triton.expand import load_h
 from torch_epilora.ops.triton.launch import Shape, kept
 from torch_epilora.ops.triton.shrink import stride_or_zero
 
@@ -63,11 +62,11 @@ def linear_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, h_ptr, b_ptrs, b_bias_ptrs, rank_ptr, scaling_ptr,
     sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
     M, K, R, num_groups, num_slots, m_tiles, n_tiles,
-    stride_wn, stride_xm, stride_sm, plane_stride, stride_bls, stride_bn, rank_stride, scaling_stride, w_blocks, widths,
+    stride_wn, stride_xm, stride_sm, stride_bls, stride_bn, rank_stride, scaling_stride, w_blocks, widths,
     GROUPS: tl.constexpr, LAYOUT: tl.constexpr, W8A8: tl.constexpr, LORA: tl.constexpr, HAS_RANK: tl.constexpr,
     HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    PLANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
-    SWIZZLE: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWIZZLE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of BN outputs of one slice by BM rows in adapter order."""
     pid = tl.program_id(0)
@@ -121,7 +120,6 @@ def linear_kernel(
                 rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
             if rank > 0:
                 member = valid & (position >= start) & (position < stop)
-                scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
                 b_ptr = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
                 total = acc
                 for r0 in tl.range(0, rank, BR, num_stages=1):
@@ -131,9 +129,9 @@ def linear_kernel(
                         b_ptr + within[:, None].to(tl.int64) * stride_bn + r[None, :],
                         mask=n_valid[:, None] & (r < R)[None, :], other=0.0,
                     )  # fmt: skip
-                    h = load_h(
+                    h = tl.load(
                         h_ptr + (rows[None, :] * len(widths) + slice_index) * R + r[:, None],
-                        member[None, :] & (r < R)[:, None], plane_stride, scaling, PLANES, y_ptr.dtype.element_ty,
+                        mask=member[None, :] & (r < R)[:, None], other=0.0,
                     )  # fmt: skip
                     if HAS_RANK:
                         b = tl.where((r < rank)[None, :], b, 0.0)
@@ -141,6 +139,7 @@ def linear_kernel(
                     total = tl.dot(b, h, total, input_precision="ieee")
                 if HAS_LORA_BIAS:
                     b_bias_ptr = pick(b_bias_ptrs, slice_index) + slot.to(tl.int64) * width
+                    scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
                     total += (scaling * tl.load(b_bias_ptr + within, mask=n_valid, other=0.0).to(tl.float32))[:, None]
                 # a select, not a sum: an infinity in one tenant's B cannot reach another tenant's rows as 0 * inf
                 acc = tl.where(member[None, :], total, acc)
@@ -175,14 +174,12 @@ def linear(
     lora = h is not None
     stride_sm = 0 if x_scale is None or x_scale.shape[0] != m else x_scale.stride(0)
     kernel = kept(
-        linear_kernel, (x.get_device(), x.dtype, out_dtype, None if h is None else h.dtype), _linear_shape, m, k,
+        linear_kernel, (x.get_device(), x.dtype, out_dtype), _linear_shape, m, k,
         tuple([t.shape[1] for t in b]) if lora else (n,),
-        (h.shape[3], groups.ids.shape[0], b[0].shape[0], h.shape[0]) if groups is not None and h is not None
-        else (1, 0, 0, 1),
-        weight.stride(0), x.stride(0), stride_sm, h.stride(0) if h is not None else 0,
-        tuple([t.stride(0) for t in b]) or (0,), b[0].stride(1) if b else 0, stride_or_zero(rank),
-        stride_or_zero(scaling), layout, x_scale is not None, lora, rank is not None, scaling is not None, bool(b_bias),
-        bias is not None, config,
+        (h.shape[2], groups.ids.shape[0], b[0].shape[0]) if groups is not None and h is not None else (1, 0, 0),
+        weight.stride(0), x.stride(0), stride_sm, tuple([t.stride(0) for t in b]) or (0,), b[0].stride(1) if b else 0,
+        stride_or_zero(rank), stride_or_zero(scaling), layout, x_scale is not None, lora, rank is not None,
+        scaling is not None, bool(b_bias), bias is not None, config,
     )  # fmt: skip
     kernel(
         x, x, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
@@ -193,21 +190,21 @@ def linear(
 
 
 def _linear_shape(
-    m: int, k: int, widths: tuple[int, ...], adapters: tuple[int, int, int, int], stride_wn: int, stride_xm: int,
-    stride_sm: int, plane_stride: int, stride_bls: tuple[int, ...], stride_bn: int, rank_stride: int,
+    m: int, k: int, widths: tuple[int, ...], adapters: tuple[int, int, int], stride_wn: int, stride_xm: int,
+    stride_sm: int, stride_bls: tuple[int, ...], stride_bn: int, rank_stride: int,
     scaling_stride: int, layout: str, w8a8: bool, lora: bool, has_rank: bool, has_scaling: bool, has_lora_bias: bool,
     has_bias: bool, config: Gemm,
 ) -> Shape:  # fmt: skip
-    r, num_groups, slots, planes = adapters
+    r, num_groups, slots = adapters
     n_tiles, m_tiles = sum(cdiv(w, config.block_n) for w in widths), cdiv(m, config.block_m)
     integers = (
-        m, k, r, num_groups, slots, m_tiles, n_tiles, stride_wn, stride_xm, stride_sm, plane_stride, stride_bls,
+        m, k, r, num_groups, slots, m_tiles, n_tiles, stride_wn, stride_xm, stride_sm, stride_bls,
         stride_bn, rank_stride, scaling_stride, cdiv(k, BLOCK), widths,
     )  # fmt: skip
     constants = dict(
         GROUPS=next_power_of_2(max(num_groups, 1)), LAYOUT=LAYOUTS[layout], W8A8=w8a8, LORA=lora, HAS_RANK=has_rank,
         HAS_SCALING=has_scaling, HAS_LORA_BIAS=has_lora_bias, HAS_BIAS=has_bias, EVEN_K=k % config.block_k == 0,
-        PLANES=planes, BM=config.block_m, BN=config.block_n, BK=config.block_k,
+        BM=config.block_m, BN=config.block_n, BK=config.block_k,
         BR=min(max(next_power_of_2(r), 16), config.block_r), SWIZZLE=8, STAGES=config.num_stages,
         num_warps=config.num_warps,
         # a product fused into the bias's sum would round rows without adapter otherwise than the bare base does;

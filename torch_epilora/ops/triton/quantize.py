@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK
@@ -33,20 +34,24 @@ def larger(a, b):
 
 
 @triton.jit
-def divide(x, scale):
+def divide(x, scale, DTYPE: tl.constexpr):
     """IEEE quotient by a scale that is not zero, the same bits as of a division but without its branches.
 
     The product with the reciprocal, twice corrected by what it leaves of x, is rounded as the quotient is (Markstein,
-    "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). That what is left of
-    dividends below about 2^-100 underflows is no matter: their code is zero.
+    "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). One correction does for values
+    that are exact in DTYPE, if that has 16 bits: all 2^10 significands of fp16 by all 2^23 of a scale were tried. That
+    what is left of dividends below about 2^-100 underflows is no matter: their code is zero.
     """
     reciprocal = tl.div_rn(1.0, scale)
     # by infinity only infinity is not zero; NaN stays in the reciprocal
     divisor = tl.where(scale < float("inf"), scale, 0.0)
     quotient = x * reciprocal
     quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
-    quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
-    return tl.where(x == 0.0, tl.where(scale == scale, x, scale), quotient)  # keeps the sign of a zero
+    if DTYPE == tl.float32:
+        quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+    # a zero keeps its sign
+    sign = x.to(tl.int32, bitcast=True) & -(2**31)
+    return (quotient.to(tl.int32, bitcast=True) & (2**31 - 1) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -86,6 +91,7 @@ def quantize_part(
     cols = part * PART + tl.arange(0, PART)
     # the weights streaming through the L2 cache should not drive x out of it, which is read again
     x = tl.load(x_ptr + cols, mask=cols < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     if MODE == 0 or MODE == 3:
         every = tl.arange(0, BQ)
         amax = tl.zeros([BQ], tl.float32)
@@ -106,59 +112,79 @@ def quantize_part(
             codes = to_codes(rest)
         else:
             scale = token_scale(amax)
-            codes = to_codes(divide(x, scale))
+            codes = to_codes(divide(x, scale, DTYPE))
         tl.store(scale_ptr, scale)
     elif MODE == 1:
         x = tl.reshape(x, [PART // _SIDE, _SIDE])
         scales = group_scale(tl.reduce(tl.abs(x), 1, larger))
         group = part * (PART // _SIDE) + tl.arange(0, PART // _SIDE)
         tl.store(scale_ptr + group, scales, mask=group * _SIDE < K)
-        codes = to_codes(tl.reshape(divide(x, scales[:, None]), [PART]))
+        codes = to_codes(tl.reshape(divide(x, scales[:, None], DTYPE), [PART]))
     else:
         codes = to_codes(x * tl.div_rn(1.0, tl.load(scale_ptr)))
     tl.store(codes_ptr + cols, codes, mask=cols < K)
 
 
 @triton.jit
-def quantize_row(x_ptr, codes_ptr, scale_ptr, K, MODE: tl.constexpr, BK: tl.constexpr):
-    """Quantize one row: a pass to find the scale, then one that reads the row again, from cache, and writes codes."""
-    cols = tl.arange(0, BK)
+def quantize_kernel(
+    x_ptr, codes_ptr, scale_ptr, K, stride_xm, stride_sm,
+    MODE: tl.constexpr, CHUNKS: tl.constexpr, BK: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
+    """One program a row, in CHUNKS pieces of BK columns: it finds the scale, then makes codes of what it has read.
+
+    A row of more than four pieces is read again, from cache.
+
+    BESIDE: it may run beside the kernel before, for which it waits last: who reads the codes finds both ended.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_xm
+    codes_ptr += row * K
+    scale_ptr += row * stride_sm
+    HELD: tl.constexpr = CHUNKS <= 4
     if MODE == 0:
+        cols = tl.arange(0, BK)
         amax = tl.zeros([BK], tl.float32)
-        for k in range(0, K, BK):
-            x = tl.load(x_ptr + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
-            amax = larger(amax, tl.abs(x))
+        held = ()
+        for i in tl.static_range(CHUNKS):
+            x = tl.load(x_ptr + i * BK + cols, mask=i * BK + cols < K, other=0.0)
+            amax = larger(amax, tl.abs(x.to(tl.float32)))
+            if HELD:
+                held = held + (x,)  # noqa: RUF005 - Triton unpacks no tuples
         scale = token_scale(tl.reduce(amax, 0, larger))
         tl.store(scale_ptr, scale)
-        for k in range(0, K, BK):
-            x = tl.load(x_ptr + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
-            tl.store(codes_ptr + k + cols, to_codes(divide(x, scale)), mask=k + cols < K)
+        for i in tl.static_range(CHUNKS):
+            if HELD:
+                x = held[i]
+            else:
+                x = tl.load(x_ptr + i * BK + cols, mask=i * BK + cols < K, other=0.0)
+            codes = to_codes(divide(x.to(tl.float32), scale, x.dtype))
+            tl.store(codes_ptr + i * BK + cols, codes, mask=i * BK + cols < K)
     elif MODE == 1:
         inner = tl.arange(0, _SIDE)
         outer = tl.arange(0, BK // _SIDE)
-        for k in range(0, K, BK):
-            offs = k + outer[:, None] * _SIDE + inner[None, :]
-            x = tl.load(x_ptr + offs, mask=offs < K, other=0.0).to(tl.float32)
-            scale = group_scale(tl.reduce(tl.abs(x), 1, larger))
-            group = k // _SIDE + outer
+        for i in tl.static_range(CHUNKS):
+            offs = i * BK + outer[:, None] * _SIDE + inner[None, :]
+            x = tl.load(x_ptr + offs, mask=offs < K, other=0.0)
+            scale = group_scale(tl.reduce(tl.abs(x.to(tl.float32)), 1, larger))
+            group = i * (BK // _SIDE) + outer
             tl.store(scale_ptr + group, scale, mask=group * _SIDE < K)
-            tl.store(codes_ptr + offs, to_codes(divide(x, scale[:, None])), mask=offs < K)
+            codes = to_codes(divide(x.to(tl.float32), scale[:, None], x.dtype))
+            tl.store(codes_ptr + offs, codes, mask=offs < K)
     else:
+        cols = tl.arange(0, BK)
         inverse = tl.div_rn(1.0, tl.load(scale_ptr))
-        for k in range(0, K, BK):
-            x = tl.load(x_ptr + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
-            tl.store(codes_ptr + k + cols, to_codes(x * inverse), mask=k + cols < K)
+        for i in tl.static_range(CHUNKS):
+            x = tl.load(x_ptr + i * BK + cols, mask=i * BK + cols < K, other=0.0).to(tl.float32)
+            tl.store(codes_ptr + i * BK + cols, to_codes(x * inverse), mask=i * BK + cols < K)
+    if BESIDE:
+        gdc_wait()
 
 
-@triton.jit
-def quantize_kernel(x_ptr, codes_ptr, scale_ptr, K, stride_xm, stride_sm, MODE: tl.constexpr, BK: tl.constexpr):
-    """One program a row."""
-    row = tl.program_id(0).to(tl.int64)
-    quantize_row(x_ptr + row * stride_xm, codes_ptr + row * K, scale_ptr + row * stride_sm, K, MODE, BK)
-
-
-def _quantize_shape(m: int, k: int, stride_xm: int, stride_sm: int, mode: int) -> Shape:
-    constants = {"MODE": mode, "BK": row_block(k), "num_warps": 4 if k <= 2048 else 8}
+def _quantize_shape(m: int, k: int, stride_xm: int, stride_sm: int, mode: int, beside: bool) -> Shape:
+    block = row_block(k)
+    constants = dict(MODE=mode, CHUNKS=cdiv(k, block), BK=block, BESIDE=beside, num_warps=4 if k <= 4096 else 8)
+    if beside:
+        constants["launch_pdl"] = True
     return (m,), (k, stride_xm, stride_sm), constants
 
 
@@ -180,16 +206,19 @@ def scale_stride(k: int, mode: int) -> int:
     return 0 if mode in (-1, STATIC) else cdiv(k, BLOCK) if mode == GROUP else 1
 
 
-def quantize(x: Tensor, mode: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Launch the quantizer over x [M, K]; ``scale`` is read in STATIC mode and made otherwise."""
+def quantize(x: Tensor, mode: int, scale: Tensor | None = None, *, beside: bool = False) -> tuple[Tensor, Tensor]:
+    """Launch the quantizer over x [M, K]; ``scale`` is read in STATIC mode and made otherwise.
+
+    ``beside`` lets it run beside the kernel before, which must let it and must not make x.
+    """
     m, k = x.shape
     codes, made = empty_codes(m, k, mode, x.device)
     if made is not None:
         scale = made
     if m and k:
         kinds = x.get_device(), x.dtype
-        strides = x.stride(0), scale_stride(k, mode)
-        kept(quantize_kernel, kinds, _quantize_shape, m, k, *strides, mode)(x, x, codes, scale)
+        values = m, k, x.stride(0), scale_stride(k, mode), mode, beside
+        kept(quantize_kernel, kinds, _quantize_shape, *values)(x, x, codes, scale)
     elif m and made is not None and mode == TOKEN:
         made.fill_(MIN_SCALE)
     return codes, scale  # type: ignore[return-value]  # STATIC has one given

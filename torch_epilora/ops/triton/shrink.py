@@ -1,19 +1,22 @@
-"""K1 (EpiLoRA section 3.1): every adapter group's down-projection, and x's codes made in the same launch."""
+"""K1 (EpiLoRA section 3.1): every adapter group's down-projection h = x A^T."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Shrink
-from torch_epilora.ops.triton import quantize as q
-from torch_epilora.ops.triton.common import pick, row_tile, slot_rank, slot_scaling, tile_rows
-from torch_epilora.ops.triton.launch import Launch, Shape, kept
+from torch_epilora.ops.triton.common import on_device, pick, row_tile, slot_rank, slot_scaling, tile_rows
+from torch_epilora.ops.triton.launch import Shape, kept
+from torch_epilora.ops.triton.signals import HEADER, take_signal
+from torch_epilora.ops.triton.sync import arrive
+
+_HEADER = tl.constexpr(HEADER)
 
 
 @triton.jit
@@ -39,83 +42,82 @@ def shrink_sum(
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "num_groups", "num_slots", "quantize_rows"])
-def shrink_kernel(
-    x_ptr, codes_ptr, x_scale_ptr, h_ptr, a_ptrs, rank_ptr, scaling_ptr, sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
-    M, K, R, num_groups, num_slots, rank_tiles, quantize_rows,
-    stride_xm, stride_sm, stride_al, stride_ar, rank_stride, scaling_stride,
-    GROUPS: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, QUANTIZE: tl.constexpr, BQ: tl.constexpr,
-    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+@triton.jit
+def shrink_tile(
+    pid, x_ptr, planes_ptr, h_ptr, signal_ptr, a_ptrs, rank_ptr, scaling_ptr,
+    sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
+    M, K, R, num_groups, num_slots, stride_xm, stride_al, stride_ar, rank_stride, scaling_stride,
+    GROUPS: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, RANK_TILES: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs below ``quantize_rows`` quantize one row each; the others make one [BM, BR] tile of one K-split of h.
+    """Make one K-split of a [BM, BR] tile of h, of rows of one group; the split that ends last adds all in order.
 
-    h is [M, slices, R] in x's dtype, scaled, when SPLIT is 1, else fp32 planes [SPLIT, M, slices, R] that the consumer
-    adds in order. Only rows of groups with an adapter are written, columns past the rank as zeros.
+    Returns whether the tile is done: the last split's program says so, and one of those of a tile past the last.
     """
-    pid = tl.program_id(0)
-    if QUANTIZE >= 0:
-        if pid < quantize_rows:
-            row = pid.to(tl.int64)
-            q.quantize_row(x_ptr + row * stride_xm, codes_ptr + row * K, x_scale_ptr + row * stride_sm, K, QUANTIZE, BQ)
-            return
-    pid -= quantize_rows
     split = pid % SPLIT
-    pid = pid // SPLIT
-    r0 = (pid % rank_tiles) * BR
-    pid = pid // rank_tiles
-    slice_index = pid % len(a_ptrs)
-    group, first = row_tile(pid // len(a_ptrs), ids_ptr, counts_ptr, num_groups, num_slots, GROUPS, BM)
-    if group < 0:
-        return
-    slot = tl.load(ids_ptr + group)
-    rows, valid = tile_rows(group, first, sorted_ptr, counts_ptr, starts_ptr, M, BM)
-    rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
-    r = r0 + tl.arange(0, BR)
-    a_ptr = pick(a_ptrs, slice_index) + slot.to(tl.int64) * stride_al
-    span = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
-    begin = split * span
-    end = tl.minimum(begin + span, K)
-    if r0 >= rank:  # nothing but zeros here: skip the reads of x
-        end = begin
-    acc = shrink_sum(x_ptr, a_ptr, rows, valid, r, rank, begin, end, K, stride_xm, stride_ar, BM, BR, BK, STAGES)
-    offs = (rows[:, None] * len(a_ptrs) + slice_index) * R + r[None, :]
-    keep = valid[:, None] & (r < R)[None, :]
-    if SPLIT == 1:
-        acc *= slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
-        tl.store(h_ptr + offs, acc.to(h_ptr.dtype.element_ty), mask=keep)
-    else:
-        plane = split.to(tl.int64) * M * len(a_ptrs) * R
-        tl.store(h_ptr + plane + offs, acc, mask=keep)
+    tile = pid // SPLIT
+    slice_index = (tile // RANK_TILES) % len(a_ptrs)
+    number = tile // (RANK_TILES * len(a_ptrs))
+    group, first, stop = row_tile(number, ids_ptr, counts_ptr, starts_ptr, num_groups, num_slots, GROUPS, BM)
+    last = split == 0
+    if group >= 0:
+        slot = tl.load(ids_ptr + group)
+        rows, valid = tile_rows(first, stop, sorted_ptr, M, BM)
+        rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
+        r = (tile % RANK_TILES) * BR + tl.arange(0, BR)
+        a_ptr = pick(a_ptrs, slice_index) + slot.to(tl.int64) * stride_al
+        span = tl.cdiv(tl.cdiv(K, BS), SPLIT) * BS
+        begin = split * span
+        end = tl.minimum(begin + span, K)
+        if (tile % RANK_TILES) * BR >= rank:  # nothing but zeros here: skip the reads of x
+            end = begin
+        acc = shrink_sum(x_ptr, a_ptr, rows, valid, r, rank, begin, end, K, stride_xm, stride_ar, BM, BR, BS, STAGES)
+        offs = (rows[:, None] * len(a_ptrs) + slice_index) * R + r[None, :]
+        keep = valid[:, None] & (r < R)[None, :]
+        last = True
+        if SPLIT > 1:
+            plane = M.to(tl.int64) * len(a_ptrs) * R
+            tl.store(planes_ptr + split * plane + offs, acc, mask=keep)
+            last = arrive(signal_ptr + _HEADER + tile) == SPLIT - 1
+            if last:
+                tl.store(signal_ptr + _HEADER + tile, 0)
+                acc = tl.load(planes_ptr + offs, mask=keep, other=0.0)
+                for s in tl.static_range(1, SPLIT):
+                    acc += tl.load(planes_ptr + s * plane + offs, mask=keep, other=0.0)
+        if last:
+            acc *= slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
+            # past the rank stand zeros, and not what an infinite input or scaling times zero is
+            acc = tl.where((r < rank)[None, :], acc, 0.0)
+            tl.store(h_ptr + offs, acc.to(h_ptr.dtype.element_ty), mask=keep)
+    return last
 
 
 @triton.jit(do_not_specialize=["M", "num_groups", "num_slots"])
-def sum_planes_kernel(
-    planes_ptr, h_ptr, scaling_ptr, sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
-    M, R, num_groups, num_slots, scaling_stride,
-    SLICES: tl.constexpr, GROUPS: tl.constexpr, HAS_SCALING: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-    SPLIT: tl.constexpr,
+def shrink_kernel(
+    x_ptr, planes_ptr, h_ptr, signal_ptr, a_ptrs, rank_ptr, scaling_ptr, sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
+    M, K, R, num_groups, num_slots, stride_xm, stride_al, stride_ar, rank_stride, scaling_stride,
+    GROUPS: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
+    BK: tl.constexpr, RANK_TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add planes: h = dtype(scaling * (plane 0 + plane 1 + ...)) for the rows of groups with an adapter."""
-    group, first = row_tile(tl.program_id(0), ids_ptr, counts_ptr, num_groups, num_slots, GROUPS, BM)
-    if group < 0:
-        return
-    slice_index = tl.program_id(1)
-    slot = tl.load(ids_ptr + group)
-    rows, valid = tile_rows(group, first, sorted_ptr, counts_ptr, starts_ptr, M, BM)
-    scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
-    for r0 in range(0, R, BR):
-        r = r0 + tl.arange(0, BR)
-        offs = (rows[:, None] * SLICES + slice_index) * R + r[None, :]
-        keep = valid[:, None] & (r < R)[None, :]
-        total = tl.zeros([BM, BR], tl.float32)
-        for s in tl.static_range(SPLIT):
-            total += tl.load(planes_ptr + tl.cast(s, tl.int64) * M * SLICES * R + offs, mask=keep, other=0.0)
-        tl.store(h_ptr + offs, (total * scaling).to(h_ptr.dtype.element_ty), mask=keep)
+    """Make tiles of h. PDL: the kernel after this one may start at once; it must wait before it ends."""
+    if PDL:
+        gdc_launch_dependents()
+    shrink_tile(
+        tl.program_id(0), x_ptr, planes_ptr, h_ptr, signal_ptr, a_ptrs, rank_ptr, scaling_ptr,
+        sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
+        M, K, R, num_groups, num_slots, stride_xm, stride_al, stride_ar, rank_stride, scaling_stride,
+        GROUPS, HAS_RANK, HAS_SCALING, BM, BR, BK, RANK_TILES, SPLIT, STAGES,
+    )  # fmt: skip
 
 
-def row_tiles(m: int, groups: int, block_m: int) -> int:
-    """Bound the row tiles of any m rows in at most ``groups`` groups: what a frozen grid must launch."""
-    return cdiv(m, block_m) + min(groups, m)
+def row_tiles(m: int, num_groups: int, slots: int, block_m: int) -> int:
+    """Bound the row tiles of any m rows in any groups, what a frozen grid must launch.
+
+    Of a group's tiles all but one are full, and there are at most as many groups with an adapter as slots.
+    """
+    groups = min(num_groups, slots, m)
+    return groups + (m - groups) // block_m
 
 
 def stride_or_zero(t: Tensor | None) -> int:
@@ -123,7 +125,7 @@ def stride_or_zero(t: Tensor | None) -> int:
     return t.stride(0) if t is not None and t.dim() == 2 else 0
 
 
-def shrink_planes(
+def shrink(
     x: Tensor,
     a: list[Tensor],
     rank: Tensor | None,
@@ -131,121 +133,65 @@ def shrink_planes(
     groups: Groups,
     config: Shrink,
     *,
-    quantize: int = -1,
-    x_scale: Tensor | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> Tensor:
     """Launch K1.
 
     Parameters
     ----------
-    quantize : int
-        A mode of the quantizer, to make x's codes in the same launch; -1 for the shrink alone.
-    x_scale : Tensor, optional
-        The static scale, for the STATIC mode.
     out : Tensor, optional
-        Where h goes when ``config.split_k`` is 1.
+        Where h goes.
 
     Returns
     -------
-    tuple of Tensor
-        h (x's dtype [1, M, slices, R], or fp32 planes [split_k, M, slices, R] unless the plan reduces them), x's codes
-        and their scale (x itself and None without quantization).
+    Tensor
+        h [M, slices, R] of x's dtype; without ``out``, rows without an adapter are not written.
     """
-    made = prepare_planes(x, a, rank, scaling, groups, config, quantize)
-    return made(x, a, rank, scaling, groups, x_scale, out)
+    return prepare_shrink(x, a, rank, scaling, groups, config)(x, a, rank, scaling, groups, out)[0]
 
 
-def prepare_planes(
-    x: Tensor, a: list[Tensor], rank: Tensor | None, scaling: Tensor | None, groups: Groups, config: Shrink,
-    quantize: int,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:  # fmt: skip
+def prepare_shrink(
+    x: Tensor, a: list[Tensor], rank: Tensor | None, scaling: Tensor | None, groups: Groups, config: Shrink, *,
+    pdl: bool = False,
+) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
     """Prepare K1 for all operands of these sizes, strides and types.
 
-    What is returned takes x, a, rank, scaling, groups, and where they are there x_scale and out.
+    What is returned takes x, a, rank, scaling, groups, and where it is there ``out``; it makes h and names K1's
+    scratch memory. ``pdl`` lets the next kernel run beside K1: who launches one holds the scratch memory until then,
+    or the allocator would give it to that kernel.
     """
     (m, k), (slots, r, _), slices, num_groups = x.shape, a[0].shape, len(a), groups.ids.shape[0]
-    split, x_dtype = config.split_k, x.dtype
-    shape, dtype = (split, m, slices, r), (x_dtype if split == 1 else torch.float32)
-    kinds = x.get_device(), x_dtype
-    shrink = kept(
-        shrink_kernel, kinds, _shrink_shape, m, k, r, slices, num_groups, slots, x.stride(0),
-        q.scale_stride(k, quantize), a[0].stride(0), a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling),
-        rank is not None, scaling is not None, quantize, config,
+    split, dtype = config.split_k, x.dtype
+    tiles = row_tiles(m, num_groups, slots, config.block_m) * slices * cdiv(r, config.block_r)
+    launch = kept(
+        shrink_kernel, (x.get_device(), dtype), _shrink_shape, m, k, r, slices, num_groups, slots, tiles, x.stride(0),
+        a[0].stride(0), a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling), rank is not None,
+        scaling is not None, pdl, config,
     )  # fmt: skip
-    add = _prepare_sum(kinds, split, m, slices, r, num_groups, slots, scaling) if config.reduce and split > 1 else None
 
-    def run(x, a, rank, scaling, groups, x_scale=None, out=None):
-        h = out if out is not None else torch.empty(shape, dtype=dtype, device=x.device)
-        codes = x
-        if quantize >= 0:
-            codes, made = q.empty_codes(m, k, quantize, x.device)
-            x_scale = x_scale if made is None else made
-        some = x if scaling is None else scaling
-        shrink(
-            x, x, codes, x if x_scale is None else x_scale, h, tuple(a), x if rank is None else rank, some, *groups[:4]
-        )
-        if add is not None:
-            total = torch.empty((1, *shape[1:]), dtype=x_dtype, device=x.device)
-            add(x, h, total, some, *groups[:4])
-            h = total
-        return h, codes, x_scale
+    def run(x, a, rank, scaling, groups, out=None):
+        h = torch.empty((m, slices, r), dtype=dtype, device=x.device) if out is None else out
+        planes = torch.empty((split, m, slices, r), dtype=torch.float32, device=x.device) if split > 1 else h
+        with on_device(x):
+            signal = take_signal(x.device, HEADER + tiles) if split > 1 else h
+            launch(
+                x, x, planes, h, signal, tuple(a), x if rank is None else rank, x if scaling is None else scaling,
+                *groups[:4],
+            )  # fmt: skip
+        return h, planes
 
     return run
 
 
 def _shrink_shape(
-    m: int, k: int, r: int, slices: int, num_groups: int, slots: int, stride_xm: int, stride_sm: int, stride_al: int,
-    stride_ar: int, rank_stride: int, scaling_stride: int, has_rank: bool, has_scaling: bool, quantize: int,
+    m: int, k: int, r: int, slices: int, num_groups: int, slots: int, tiles: int, stride_xm: int, stride_al: int,
+    stride_ar: int, rank_stride: int, scaling_stride: int, has_rank: bool, has_scaling: bool, pdl: bool,
     config: Shrink,
 ) -> Shape:  # fmt: skip
-    rank_tiles, tiles = cdiv(r, config.block_r), row_tiles(m, num_groups, config.block_m)
-    quantize_rows = m if quantize >= 0 else 0
-    integers = (
-        m, k, r, num_groups, slots, rank_tiles, quantize_rows, stride_xm, stride_sm, stride_al, stride_ar, rank_stride,
-        scaling_stride,
-    )  # fmt: skip
+    integers = (m, k, r, num_groups, slots, stride_xm, stride_al, stride_ar, rank_stride, scaling_stride)
     constants = dict(
-        GROUPS=next_power_of_2(num_groups), HAS_RANK=has_rank, HAS_SCALING=has_scaling, QUANTIZE=quantize,
-        BQ=q.row_block(k), BM=config.block_m, BR=config.block_r, BK=config.block_k, SPLIT=config.split_k,
-        STAGES=config.num_stages, num_warps=config.num_warps,
+        GROUPS=next_power_of_2(num_groups), HAS_RANK=has_rank, HAS_SCALING=has_scaling, BM=config.block_m,
+        BR=config.block_r, BK=config.block_k, RANK_TILES=cdiv(r, config.block_r), SPLIT=config.split_k,
+        STAGES=config.num_stages, PDL=pdl, num_warps=config.num_warps,
     )  # fmt: skip
-    return (quantize_rows + tiles * slices * rank_tiles * config.split_k,), integers, constants
-
-
-def sum_planes(planes: Tensor, scaling: Tensor | None, groups: Groups, slots: int, out: Tensor) -> Tensor:
-    """Add K1's fp32 planes [split_k, M, slices, R] in order into ``out`` [M, slices, R], scaled and rounded."""
-    add = _prepare_sum((out.get_device(), out.dtype), *planes.shape, groups.ids.shape[0], slots, scaling)
-    add(out, planes, out, out if scaling is None else scaling, *groups[:4])
-    return out
-
-
-def _prepare_sum(
-    kinds: tuple, split: int, m: int, slices: int, r: int, num_groups: int, slots: int, scaling: Tensor | None
-) -> Launch:
-    strides = stride_or_zero(scaling), scaling is not None
-    return kept(sum_planes_kernel, kinds, _sum_shape, split, m, slices, r, num_groups, slots, *strides)
-
-
-def _sum_shape(
-    split: int, m: int, slices: int, r: int, num_groups: int, slots: int, scaling_stride: int, has_scaling: bool
-) -> Shape:
-    block_m = 16
-    constants = dict(
-        SLICES=slices, GROUPS=next_power_of_2(num_groups), HAS_SCALING=has_scaling, BM=block_m,
-        BR=min(next_power_of_2(r), 128), SPLIT=split,
-    )  # fmt: skip
-    return (row_tiles(m, num_groups, block_m), slices), (m, r, num_groups, slots, scaling_stride), constants
-
-
-def shrink(
-    x: Tensor, a: list[Tensor], rank: Tensor | None, scaling: Tensor | None, groups: Groups, config: Shrink
-) -> Tensor:
-    """Make the public operator's h [M, slices, R], zero in rows without an adapter."""
-    slots, r, _ = a[0].shape
-    h = torch.zeros((x.shape[0], len(a), r), dtype=x.dtype, device=x.device)
-    if config.split_k == 1:
-        shrink_planes(x, a, rank, scaling, groups, config, out=h)
-        return h
-    planes, _, _ = shrink_planes(x, a, rank, scaling, groups, replace(config, reduce=False))
-    return sum_planes(planes, scaling, groups, slots, h)
+    return (tiles * config.split_k,), integers, constants
