@@ -11,8 +11,9 @@ system's output is compared with fp64 before it is timed, its memory full of NaN
 of a projection is repeated; its mean counts, and the least and the most are kept as its spread. A tensor-parallel shard
 is one rank's share, without communication.
 
-The library's systems: ``bare`` has no adapters and ``none`` has them but no row uses one; ``decode`` (up to 64 tokens),
-``fused`` and ``hybrid`` are its paths, and ``ours`` repeats the figure of the one that the plan takes. ``bare_codes``
+The library's systems: ``bare`` has no adapters and ``none`` has them but no row uses one; ``auto`` takes the path that
+the plan chooses, ``decode`` (up to 64 tokens), ``fused`` and ``hybrid`` are its paths; ``ours`` repeats the figure of
+``auto`` or, where that was not measured, of the path that the plan takes. ``bare_codes``
 and ``decode_codes`` are handed the activations' codes (W8A8). The peers', where installed: ``vllm_bare``, ``vllm_gemm``
 (from codes), ``vllm`` and ``sglang``, see ``benchmarks/peers.py``.
 """
@@ -42,7 +43,7 @@ from torch_epilora.ops.dispatch import plan_of
 from torch_epilora.ops.plan import DECODE_MAX_TOKENS
 
 DEVICE = "cuda"
-OURS = ("bare", "bare_codes", "none", "decode", "decode_codes", "fused", "hybrid")
+OURS = ("bare", "bare_codes", "none", "auto", "decode", "decode_codes", "fused", "hybrid")
 NO_ADAPTER = {"bare", "bare_codes", "none", "vllm_bare", "vllm_gemm"}
 LEAST_SQNR = 40.0
 
@@ -70,6 +71,7 @@ def our_systems(case: Case, coded: Case | None, weights: list[Tensor]) -> dict[s
     systems = {
         "bare": ("lora_linear", replace(case, **without)),
         "none": ("lora_linear", idle),
+        "auto": ("lora_linear", case),
         "fused": ("lora_linear_fused", case),
         "hybrid": ("lora_linear_hybrid", case),
     }
@@ -140,13 +142,14 @@ def measure(
         oracle(case),
         oracle(replace(case, row_slots=[-1] * m)),
     )
-    path = plan_of(*case.args()).path
+    plan = plan_of(*case.args())
     rounds = {name: lambda copy, made=made: made[copy]() for name, made in calls.items()}
     repeats = [median_times(rounds, len(weights), case.x.device) for _ in range(options.repeat)]
     for times in repeats:
-        if path in times:
-            times["ours"] = times[path]
-    return repeats, {"sqnr": db, "path": path, "left_out": left_out}
+        ours = "auto" if "auto" in times else plan.path
+        if ours in times:
+            times["ours"] = times[ours]
+    return repeats, {"sqnr": db, "path": plan.path, "base": plan.base, "left_out": left_out}
 
 
 def summary(repeats: list[dict[str, float]], digits: int) -> dict[str, dict]:

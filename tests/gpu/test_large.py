@@ -44,6 +44,17 @@ def test_a_chain_of_layers_reads_what_the_layer_before_wrote(path: str, m: int, 
         assert torch.isfinite(want).all() and torch.equal(bits(got), bits(want)), i
 
 
+def test_a_chain_in_which_no_row_has_an_adapter_waits_all_the_same() -> None:
+    """Programs of the expand that have nothing to add end after the GEMM too, or the next layer would start early."""
+    cases = layers(64, 8, 32, popularity="none")
+    assert plan_of(*cases[0].args()).base == "decode"
+    for i in range(50):
+        x = torch.randn_like(cases[0].x)
+        want = chain(cases, x, lambda case: launch(case, "lora_linear", pdl=False))
+        got = chain(cases, x, lambda case: launch(case, "lora_linear", pdl=True))
+        assert torch.isfinite(want).all() and torch.equal(bits(got), bits(want)), i
+
+
 @pytest.mark.parametrize(("m", "slots"), BATCHES)
 def test_a_graph_of_layers_replays_to_the_same_bits(m: int, slots: int) -> None:
     cases = layers(m, 4, slots)

@@ -106,7 +106,7 @@ class Gate:
         y = torch.empty(p.m, p.n, dtype=p.dtype)
         expand_add(y, h, b, b_bias, ranks, scaling, g, plan.expand)
         if plan.base == "decode":
-            add = prepare_expand(p.m, p.n, p.rank, b, b_bias, ranks, scaling, g, plan.expand, pdl=True)
+            add = prepare_expand(p.m, p.n, p.rank, b, b_bias, ranks, scaling, g, plan.expand, early=True)
             add(y, h, b, b_bias, ranks, scaling, g)
         if plan.tma is not None:
             self.estimates["tma_kernel"] = shared_bytes(plan.tma, p)

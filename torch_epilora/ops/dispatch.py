@@ -217,7 +217,7 @@ def _hybrid(call: Call, plan: Plan) -> Run:
         return lambda call: base(call, *_quantized(call))
     expand = prepare_expand(
         call.x.shape[0], call.weight.shape[0], call.a[0].shape[1], call.b, call.b_bias, call.rank, call.scaling,
-        call.groups, plan.expand, pdl=plan.base == "decode" and _pdl(call),
+        call.groups, plan.expand, early=plan.base == "decode" and _pdl(call),
     )  # fmt: skip
     product = _around_decode(call, plan) if plan.base == "decode" else _around(call, plan)
 

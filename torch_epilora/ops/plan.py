@@ -373,7 +373,8 @@ def _shrink(p: Problem) -> Shrink:
     # as many blocks as the GPU holds at once, each with at least 256 inputs to add
     room = MULTIPROCESSORS * (1 if block_m == 64 else 2)
     split = _power_of_two(room // tiles, min(8, p.k // 256))
-    return Shrink(block_m, block_r, BLOCK, split, 4, 4 if _roomy(p) else 2)
+    deep = p.m > DECODE_MAX_TOKENS and block_m + block_r < 128 and p.k >= 1024 and _roomy(p)
+    return Shrink(block_m, block_r, 256 if deep else BLOCK, split, 4, 3 if deep else 4 if _roomy(p) else 2)
 
 
 def _expand(p: Problem) -> Expand:

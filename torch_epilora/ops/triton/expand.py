@@ -53,32 +53,33 @@ def expand_kernel(
     scaling_stride, widths,
     GROUPS: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, RUN: tl.constexpr, ONCE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Add to RUN columns of one slice, BM rows of one group: y += h B^T + scaling * b_bias in fp32, rounded once.
 
     The search for the group and the load of h serve the whole run. ONCE: all ranks fit one chunk, so h stays in
-    registers. PDL: only y and h are the work of kernels that may still run; B is asked for before their end.
+    registers. EARLY: only y and h are the work of kernels that may still run; B is asked for before their end.
     """
     pid = tl.program_id(0)
     group, first, stop = row_tile(
         pid // column_runs, ids_ptr, counts_ptr, starts_ptr, num_groups, num_slots, GROUPS, BM
     )
+    slice_index, base, begin, width = column_tile(pid % column_runs, widths, RUN)
+    slot = tl.load(ids_ptr + group, mask=group >= 0, other=0)
+    b_ptr = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
+    if EARLY:
+        if group >= 0:
+            ask_for_rows(b_ptr, begin + tl.arange(0, BN), tl.minimum(begin + RUN, width), R, stride_bn)
+        gdc_wait()
     if group < 0:
         return
-    slice_index, base, begin, width = column_tile(pid % column_runs, widths, RUN)
-    slot = tl.load(ids_ptr + group)
     rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
     if rank <= 0:
         return
     rows, valid = tile_rows(first, stop, sorted_ptr, M, BM)
-    b_ptr = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
     b_bias_ptr = pick(b_bias_ptrs, slice_index) + slot.to(tl.int64) * width
     h_ptrs = h_ptr + (rows[:, None] * len(widths) + slice_index) * R
     r = tl.arange(0, BR)
-    if PDL:
-        ask_for_rows(b_ptr, begin + tl.arange(0, BN), tl.minimum(begin + RUN, width), R, stride_bn)
-        gdc_wait()
     if ONCE:
         h = tl.load(h_ptrs + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
         h = tl.where((r < rank)[None, :], h, 0.0)
@@ -115,22 +116,22 @@ def expand_add(
     config: Expand,
 ) -> None:
     """Launch the expand over h [M, slices, R]."""
-    add = prepare_expand(y.shape[0], y.stride(0), h.shape[2], b, b_bias, rank, scaling, groups, config, pdl=False)
+    add = prepare_expand(y.shape[0], y.stride(0), h.shape[2], b, b_bias, rank, scaling, groups, config)
     add(y, h, b, b_bias, rank, scaling, groups)
 
 
 def prepare_expand(
     m: int, stride_ym: int, r: int, b: list[Tensor], b_bias: list[Tensor], rank: Tensor | None,
-    scaling: Tensor | None, groups: Groups, config: Expand, *, pdl: bool,
+    scaling: Tensor | None, groups: Groups, config: Expand, *, early: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
     """Prepare the expand for all operands of these sizes, strides and types; what is returned takes expand_add's.
 
-    ``pdl`` launches it as a dependent of the kernel before: when that one starts, all but y and h must be there.
+    ``early`` launches it as a dependent of the kernel before: when that one starts, all but y and h must be there.
     """
     expand = kept(
         expand_kernel, (b[0].get_device(), b[0].dtype), _expand_shape, m, r, groups.ids.shape[0], b[0].shape[0],
         tuple(t.shape[1] for t in b), stride_ym, tuple(t.stride(0) for t in b), b[0].stride(1), stride_or_zero(rank),
-        stride_or_zero(scaling), rank is not None, scaling is not None, bool(b_bias), pdl, config,
+        stride_or_zero(scaling), rank is not None, scaling is not None, bool(b_bias), early, config,
     )  # fmt: skip
 
     def run(y, h, b, b_bias, rank, scaling, groups):
@@ -145,7 +146,7 @@ def prepare_expand(
 def _expand_shape(
     m: int, r: int, num_groups: int, slots: int, widths: tuple[int, ...], stride_ym: int, stride_bls: tuple[int, ...],
     stride_bn: int, rank_stride: int, scaling_stride: int, has_rank: bool, has_scaling: bool, has_bias: bool,
-    pdl: bool, config: Expand,
+    early: bool, config: Expand,
 ) -> Shape:  # fmt: skip
     run = config.block_n * config.run
     column_runs = sum(cdiv(w, run) for w in widths)
@@ -155,8 +156,8 @@ def _expand_shape(
     constants = dict(
         GROUPS=next_power_of_2(num_groups), HAS_RANK=has_rank, HAS_SCALING=has_scaling, HAS_BIAS=has_bias,
         BM=config.block_m, BN=config.block_n, BR=config.block_r, RUN=run, ONCE=r <= config.block_r,
-        STAGES=config.num_stages, PDL=pdl, num_warps=config.num_warps,
+        STAGES=config.num_stages, EARLY=early, num_warps=config.num_warps,
     )  # fmt: skip
-    if pdl:
+    if early:
         constants["launch_pdl"] = True
     return (column_runs * row_tiles(m, num_groups, slots, config.block_m),), integers, constants
