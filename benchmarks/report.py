@@ -29,9 +29,10 @@ graphs, weights rotated so that none comes from L2, medians of interleaved round
 of several such medians. A dash: not measured, or not a case of that path. The script is `benchmarks/layer.py`; the log
 of what was tried is `benchmarks/NOTES.md`.
 
-The tables of `layer_*.json` are from before the decode path. Where that takes a batch today (up to 64 tokens, under
-W8A16 32 in bf16), their *chosen* is not what the plan takes now, and few tokens under W8A16 are slower there than
-vLLM's Marlin. The decode path's own tables are further down.
+The tables of `layer_block.json`, `layer_tensor.json` and `layer_w8a16.json` are from before the decode path and before
+the paths of larger batches that the table by channel shows: their *chosen* is not what the plan takes now, and few
+tokens under W8A16 are slower there than vLLM's Marlin. In the table by channel *chosen* takes each projection's own
+path, so it can be less than both. The decode path's own tables are further down.
 """
 
 
