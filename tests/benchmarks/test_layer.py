@@ -46,7 +46,7 @@ def test_the_librarys_systems_compute_what_their_columns_say(monkeypatch, m, com
     other = case.weight.flip(0)
     systems = layer.our_systems(case, layer.with_codes(case), [case.weight, other])
     handed = {"bare_codes", "decode_codes"} if compute == "w8a8" else set()
-    fits = {"bare", "none", "fused", "hybrid", "decode"} | handed
+    fits = {"bare", "none", "auto", "fused", "hybrid", "decode"} | handed
     assert set(systems) == fits - ({"decode", "decode_codes"} if m > layer.DECODE_MAX_TOKENS else set())
     want, base = oracle(case), oracle(replace(case, row_slots=[-1] * m))
     calls, db, left_out = layer.check(systems, want, base)

@@ -85,7 +85,7 @@ def decoded(case: Case, tiles: Decode | None = None, *, bare: bool = False) -> T
         case = Case(**{**vars(case), "groups": case.groups._replace(no_adapter=torch.tensor([True]))})
     plan = make_plan(Problem(*case.x.shape, case.weight.shape[0]))
     with time_limit(60), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_epilora.ops.triton.pdl.pdl_works", lambda device: False)
+        patch.setattr(dispatch, "_pdl", lambda call: False)
         call = Call(*case.args())
         return dispatch._decode(call, replace(plan, decode=tiles or config(case.x.shape[0])))(call)
 
