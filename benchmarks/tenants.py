@@ -1,0 +1,63 @@
+"""Many tenants and large batches beside the peers, in one run (EpiLoRA Tables 14 and 15, Figure 11).
+
+    python -m benchmarks.tenants --out /tmp/tenants.json
+
+A layer of Qwen3-8B from x alone: batches of 64 to 2,048 tokens spread evenly over 1 to 32 adapters, then uneven ones (a
+few adapters with most rows, one with half of them, ranks 8 to 128 in one batch), and the even ones of Llama-3.1-8B.
+Measures what ``benchmarks.layer`` does with ``auto`` for the library, prints the ratio to the faster of vLLM's LoRA
+kernels and SGLang's runner, and writes rows as it does.
+"""
+
+import argparse
+from pathlib import Path
+
+from benchmarks import layer, peers, sglang_part
+from benchmarks.timing import check_out, environment, need_gpu
+
+SIZES = [
+    (64, 1), (64, 8), (64, 32), (256, 1), (256, 8), (256, 32), (512, 1), (512, 32), (1024, 32), (2048, 1), (2048, 32),
+]  # fmt: skip
+"""Tokens and adapters."""
+UNEVEN = [("zipf", 64), ("half", 64), ("mixed", 128)]
+"""Kinds of batches and the rank of their slots, measured at 64 and 256 tokens of 32 adapters."""
+OURS = ("bare", "auto")
+
+
+def points() -> list[tuple[str, int, int, str, int]]:
+    """(model, tokens, adapters, kind of batch, rank) of every row."""
+    even = [(model, *size, "even", 64) for model in ("qwen3-8b", "llama-3.1-8b") for size in SIZES]
+    return [*even, *(("qwen3-8b", m, 32, kind, rank) for kind, rank in UNEVEN for m in (64, 256))]
+
+
+def ratio(us: dict[str, float]) -> float | None:
+    """The library's time over the faster peer's, or None where either is missing."""
+    times = [us[name] for name in ("vllm", "sglang") if name in us]
+    return us["ours"] / min(times) if times and "ours" in us else None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3, help="repeats of each projection's measurement")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(arguments)
+    if given.repeat < 1:
+        parser.error(f"--repeat: expected at least 1, but {given.repeat} came")
+    check_out(parser, given.out)
+    need_gpu()
+    systems = [*OURS, *(name for name in peers.installed() if name in ("vllm_bare", "vllm", "sglang"))]
+    sources, rows = {**environment(), "sglang": sglang_part.release()}, []
+    for model, tokens, adapters, kind, rank in points():
+        options = argparse.Namespace(rank=rank, batch=kind, layout="channel", systems=systems, repeat=given.repeat)
+        row = layer.layer_row(model, tokens, adapters, "w8a8", options)
+        rows.append(row)
+        over = ratio(row["us"])
+        print(model, tokens, adapters, kind, rank, row["us"], "-" if over is None else f"{over:.2f}", flush=True)
+        for name, projection in row["projections"].items():
+            for system, reason in projection["left_out"].items():
+                print(f"  {name}: left out {system}: {reason}", flush=True)
+        if given.out:
+            layer.write(given.out, sources, rows)
+
+
+if __name__ == "__main__":
+    main()
