@@ -29,13 +29,16 @@ def tma_kernel(
     scaling_stride, widths,
     GROUPS: tl.constexpr, LAYOUT: tl.constexpr, LORA: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr,
     HAS_LORA_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr, B_STAGES: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWIZZLE: tl.constexpr, STAGES: tl.constexpr,
+    B_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of BM rows in adapter order by BN outputs of one slice."""
     pid = tl.program_id(0)
-    # neighbours share weights
-    m_tile = pid % m_tiles
-    slice_index, base, inner, width = column_tile(pid // m_tiles, widths, BN)
+    # as in K2: SWIZZLE row tiles walk the columns together
+    band = pid // (SWIZZLE * n_tiles)
+    band_rows = tl.minimum(m_tiles - band * SWIZZLE, SWIZZLE)
+    m_tile = band * SWIZZLE + (pid % (SWIZZLE * n_tiles)) % band_rows
+    slice_index, base, inner, width = column_tile((pid % (SWIZZLE * n_tiles)) // band_rows, widths, BN)
     within = inner + tl.arange(0, BN)
     n_valid = within < width
     n = base + within
@@ -151,8 +154,8 @@ def _tma_shape(
         GROUPS=next_power_of_2(max(num_groups, 1)), LAYOUT=1 if layout == "channel" else 0, LORA=lora,
         HAS_RANK=has_rank, HAS_SCALING=has_scaling, HAS_LORA_BIAS=has_lora_bias, HAS_BIAS=has_bias,
         BM=config.block_m, BN=config.block_n, BK=config.block_k,
-        BR=min(max(next_power_of_2(r), 16), config.block_r), STAGES=config.num_stages, B_STAGES=config.b_stages,
-        num_warps=config.num_warps,
+        BR=min(max(next_power_of_2(r), 16), config.block_r), SWIZZLE=8, STAGES=config.num_stages,
+        B_STAGES=config.b_stages, num_warps=config.num_warps,
         # a product fused into a later sum would round rows without adapter otherwise than the bare base does
         enable_fp_fusion=False,
     )  # fmt: skip
