@@ -3,6 +3,7 @@
 Triton's interpreter runs the kernels on the CPU; only the device's capability is made up.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ from tests.cases import Case, make_case, oracle, sqnr
 from tests.ops.interpreter import repaired  # noqa: F401
 from torch_epilora.ops import dispatch, memory
 from torch_epilora.ops.checks import Call
-from torch_epilora.ops.triton import pdl
+from torch_epilora.ops.triton import decode, pdl, shrink
+from torch_epilora.ops.triton.launch import Launch
 
 pytestmark = [
     pytest.mark.usefixtures("repaired"),
@@ -158,9 +160,62 @@ def test_a_gpu_without_dependent_launches_is_not_asked_for_them(
     assert prepared == [None]
 
 
+@pytest.mark.parametrize(("m", "slots", "path", "dependent"), [
+    (100, 3, "fused", "quantize_kernel"), (100, 3, "hybrid", "quantize_kernel"), (40, 20, "hybrid", "decode_kernel"),
+])  # fmt: skip
+def test_nothing_is_taken_between_a_kernel_and_the_one_that_runs_beside_it(
+    m: int, slots: int, path: str, dependent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that another thread's call has let go of in between may still be in use when the dependent starts."""
+    log, launched, held = [], [], []
+    empty = torch.empty
+
+    def launch(self, on: Tensor, *pointers: object) -> None:
+        log.append(self._kernel.fn.__name__)
+        launched.append(self)
+        if self._kernel.fn.__name__ == dependent:
+            held.extend(ref() is not None for ref in scratch)
+
+    def noted(module, name: str, keep: bool):
+        take = getattr(module, name)
+
+        def taken(*arguments, **options):
+            log.append("take")
+            t = take(*arguments, **options)
+            if keep:
+                scratch.append(weakref.ref(t))
+            return t
+
+        monkeypatch.setattr(module, name, taken)
+
+    scratch: list[weakref.ref] = []
+    monkeypatch.setattr(Launch, "__call__", launch)
+    monkeypatch.setattr(pdl, "pdl_works", lambda device: True)
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: (log.append("take"), empty(*a, **k))[1])
+    noted(shrink, "take_signal", True)
+    noted(decode, "take_signal", False)
+    case = small(m=m, k=1024, slots=slots)
+    log.clear()
+    dispatch._linear(path)(*case.args())
+    at = log.index("shrink_kernel")
+    assert log[at + 1] == dependent and "take" in log[:at]
+    assert scratch and all(held), "K1's counters outlive the launch of what runs beside it"
+    beside = next(launch for launch in launched if launch._kernel.fn.__name__ == dependent)
+    assert beside._constants["launch_pdl"] and beside._constants["BESIDE"]
+
+
+def test_a_decode_kernel_beside_k1_serves_many_adapters() -> None:
+    case = small(m=40, slots=20)
+    assert dispatch.plan_of(*case.args()).base == "decode"
+    got = dispatch._linear(None)(*case.args())
+    assert sqnr(got, oracle(case)) > 40
+    bare = [row for row, slot in enumerate(case.row_slots) if slot < 0]
+    nobody = replace(case, groups=case.groups._replace(no_adapter=torch.tensor([True])))
+    assert bare and torch.equal(got[bare], dispatch._linear(None)(*nobody.args())[bare])
+
+
 def test_what_is_kept_is_bounded_and_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     import gc
-    import weakref
 
     monkeypatch.setattr(memory, "MOST", 2)
     for m in range(1, 6):

@@ -7,6 +7,7 @@ hand.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -59,13 +60,13 @@ def _quantizer(call: Call) -> int:
     return q.GROUP if call.layout == "block" else q.TOKEN
 
 
-def _quantized(call: Call, *, beside: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Make the GEMM's operand and its scale, ``beside`` the kernel before."""
+def _quantized(call: Call, *, before: Callable[[], None] | None = None) -> tuple[Tensor, Tensor | None]:
+    """Make the GEMM's operand and its scale, beside the kernel that ``before`` launches."""
     from torch_epilora.ops.triton import quantize as q
 
     mode = _quantizer(call)
     if mode >= 0:
-        return q.quantize(call.x, mode, call.x_scale, beside=beside)
+        return q.quantize(call.x, mode, call.x_scale, before=before)
     return (call.x, None) if call.compute == "w8a16" else (call.x_codes, call.x_scale)  # type: ignore[return-value]
 
 
@@ -117,16 +118,25 @@ def _operands(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor, 
     shrink = prepare_shrink(call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, pdl=beside)
 
     def run(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        h, _scratch = shrink(call.x, call.a, call.rank, call.scaling, call.groups)
-        return h, *_quantized(call, beside=beside)
+        made = []  # h, and scratch memory that the quantizer must not be given
+
+        def k1() -> None:
+            made.append(shrink(call.x, call.a, call.rank, call.scaling, call.groups))
+
+        if beside:
+            x, scale = _quantized(call, before=k1)
+        else:
+            k1()
+            x, scale = _quantized(call)
+        return made[0][0], x, scale
 
     return run
 
 
-def _decode(call: Call, plan: Plan, *, bare: bool = False) -> Run:
+def _decode(call: Call, plan: Plan, *, bare: bool = False) -> Callable[..., Tensor]:
     """One kernel quantizes, shrinks, multiplies and adds the up-projections (EpiLoRA section 3.1, the decode path).
 
-    ``bare``: it computes the base alone, beside the kernel before.
+    ``bare``: it computes the base alone, beside the kernel that ``before`` launches, which what is returned takes too.
     """
     from torch_epilora.ops.triton.decode import prepare_decode
     from torch_epilora.ops.triton.quantize import TERMS
@@ -141,9 +151,10 @@ def _decode(call: Call, plan: Plan, *, bare: bool = False) -> Run:
         call.x, call.x_codes, call.x_scale, call.weight, call.bias, call.layout, plan.decode, quantize,
         _pdl(call), *adapters(call), call.groups, beside=bare,
     )  # fmt: skip
-    return lambda call: decode(
-        call.x, call.x_codes, call.x_scale, call.weight, call.weight_scale, call.bias, *adapters(call), call.groups
-    )
+    return lambda call, before=None: decode(
+        call.x, call.x_codes, call.x_scale, call.weight, call.weight_scale, call.bias, *adapters(call), call.groups,
+        before=before,
+    )  # fmt: skip
 
 
 K2 = Callable[[Call, Tensor | None, Tensor, Tensor | None], Tensor]
@@ -239,6 +250,10 @@ def _around(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor]]:
     return run
 
 
+_pair = Lock()
+"""Held while K1 and a decode kernel beside it are launched: two such kernels of one stream would share counters."""
+
+
 def _around_decode(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor]]:
     """K1 and beside it a decode kernel, which quantizes and multiplies."""
     from torch_epilora.ops.triton.shrink import prepare_shrink
@@ -248,8 +263,14 @@ def _around_decode(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Ten
     decode = _decode(call, bare, bare=True)
 
     def run(call: Call) -> tuple[Tensor, Tensor]:
-        h, _scratch = shrink(call.x, call.a, call.rank, call.scaling, call.groups)
-        return h, decode(call)
+        made = []
+
+        def k1() -> None:
+            made.append(shrink(call.x, call.a, call.rank, call.scaling, call.groups))
+
+        with _pair:
+            y = decode(call, k1)
+        return made[0][0], y
 
     return run
 

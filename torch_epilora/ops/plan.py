@@ -349,7 +349,8 @@ def _tma(p: Problem) -> Tma | None:
     blocks = cdiv(p.m, 64) * cdiv(p.n, 128)
     # one block a multiprocessor keeps more in flight than two
     stages = (6 if blocks <= MULTIPROCESSORS else 4) if _roomy(p) else 3
-    tiles = Tma(64, 128, BLOCK, _rank_block(p, 64), 4, stages, 3)
+    # rows of B that are not 16-byte aligned have an address a value, which few ranks at once keep in registers
+    tiles = Tma(64, 128, BLOCK, _rank_block(p, 16 if p.rank % 8 else 64), 4, stages, 3)
     return tiles if p.m > DECODE_MAX_TOKENS and refusal(tiles, p) is None else None
 
 

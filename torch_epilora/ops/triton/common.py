@@ -31,7 +31,7 @@ def row_tile(
     """
     g = tl.arange(0, GROUPS)
     ids = tl.load(ids_ptr + g, mask=g < num_groups, other=-1)
-    counts = tl.load(counts_ptr + g, mask=g < num_groups, other=0)
+    counts = tl.maximum(tl.load(counts_ptr + g, mask=g < num_groups, other=0), 0)
     starts = tl.load(starts_ptr + g, mask=g < num_groups, other=0)
     tiles = tl.where((ids >= 0) & (ids < num_slots), (counts + BM - 1) // BM, 0)
     ends = tl.cumsum(tiles, 0)

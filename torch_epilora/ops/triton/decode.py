@@ -30,10 +30,10 @@ from torch_epilora.ops.triton.common import (
 from torch_epilora.ops.triton.launch import Shape, kept
 from torch_epilora.ops.triton.linear import LAYOUTS, settle, step
 from torch_epilora.ops.triton.shrink import row_tiles, shrink_tile, stride_or_zero
-from torch_epilora.ops.triton.signals import HEADER, take_signal
+from torch_epilora.ops.triton.signals import BESIDE, COUNTERS, HEADER, take_signal
 from torch_epilora.ops.triton.sync import CODES, LEFT, TILES, announce, clear, leave, prefetch, wait_for
 
-_HEADER = tl.constexpr(HEADER)
+_COUNTERS, _BESIDE = tl.constexpr(COUNTERS), tl.constexpr(BESIDE)
 
 
 @triton.jit
@@ -126,6 +126,8 @@ def decode_kernel(
     this one may start before the main loop (OVERLAP) or near its end. BESIDE: only the kernel after this one needs what
     the kernel before it makes, so its end is waited for last.
     """
+    if BESIDE:
+        signal_ptr += _BESIDE
     pid = tl.program_id(0)
     if QUANTIZE >= 0:
         if pid < quantize_programs:
@@ -293,7 +295,7 @@ def decode_kernel(
     y_ptrs = y_ptr + rows.to(tl.int64)[None, :] * sum_of(widths) + n[:, None]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=valid[None, :] & n_valid[:, None])
     if LORA or QUANTIZE >= 0:
-        for i in tl.static_range(_HEADER):
+        for i in tl.static_range(_COUNTERS):
             clear(signal_ptr + i, ticket, linear_programs - 1)
     if PDL and BESIDE:
         gdc_wait()
@@ -318,7 +320,6 @@ def decode(
     scaling: Tensor | None = None,
     groups: Groups | None = None,
     h: Tensor | None = None,
-    beside: bool = False,
 ) -> Tensor:
     """Launch the decode kernel.
 
@@ -334,14 +335,12 @@ def decode(
         Adapters; without them the result is the bare base.
     h : Tensor, optional
         The shrink's result [M, slices, R], to leave it out of the launch: what benchmarks subtract.
-    beside : bool
-        Run beside the kernel before, whose work only the kernel after this one needs.
     """
     lora = bool(a)
     a, b, b_bias = a or [], b if a and b else [], b_bias if a and b_bias else []
     rank, scaling = (rank, scaling) if lora else (None, None)
     run = prepare_decode(
-        x, x_codes, x_scale, weight, bias, layout, config, quantize, pdl, a, b, b_bias, rank, scaling, groups, h, beside
+        x, x_codes, x_scale, weight, bias, layout, config, quantize, pdl, a, b, b_bias, rank, scaling, groups, h
     )
     return run(x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, groups, h)
 
@@ -354,7 +353,8 @@ def prepare_decode(
     """Prepare the decode kernel for all operands of these sizes, strides, types and alignment of the weight.
 
     Lists are empty and per-slot vectors None for the bare base. What is returned takes the tensors that :func:`decode`
-    does, in their order.
+    does, in their order. ``beside``: the bare base runs beside the kernel before, which only the kernel after needs;
+    ``before`` then launches that kernel, once all that this one writes has been taken.
     """
     (m, k), n, lora = x.shape, weight.shape[0], bool(a)
     dtype, slices = x.dtype, max(len(a), 1)
@@ -362,7 +362,7 @@ def prepare_decode(
     num_groups = groups.ids.shape[0] if groups is not None and lora else 1
     tiles = 0
     if lora and h is None:
-        tiles = row_tiles(m, num_groups, slots, config.shrink_m) * slices * cdiv(r, _shrink_ranks(r, config))
+        tiles = row_tiles(m, min(num_groups, slots), config.shrink_m) * slices * cdiv(r, _shrink_ranks(r, config))
     split = config.split_k if tiles and config.split_k > 1 else 0
     codes = terms("w8a16" if quantize == q.TERMS else "w8a8", dtype)
     stride_sm = q.scale_stride(k, quantize)
@@ -378,7 +378,9 @@ def prepare_decode(
     )  # fmt: skip
     waits = lora or quantize >= 0
 
-    def run(x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, groups, h=None):
+    def run(
+        x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, groups, h=None, before=None
+    ):  # fmt: skip
         device = x.device
         y = torch.empty((m, n), dtype=dtype, device=device)
         if h is None:
@@ -390,6 +392,8 @@ def prepare_decode(
             x_scale = x_scale if made is None else made
         with on_device(x):
             signal = take_signal(device, HEADER + tiles) if waits else y
+            if before is not None:
+                before()
             kernel(
                 x, x, operand, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
                 planes, h, signal, tuple(a) or (y,), tuple(b) or (y,), tuple(b_bias) or (y,),

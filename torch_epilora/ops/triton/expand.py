@@ -160,4 +160,4 @@ def _expand_shape(
     )  # fmt: skip
     if early:
         constants["launch_pdl"] = True
-    return (column_runs * row_tiles(m, num_groups, slots, config.block_m),), integers, constants
+    return (column_runs * row_tiles(m, num_groups, config.block_m),), integers, constants

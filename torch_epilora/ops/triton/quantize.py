@@ -1,5 +1,7 @@
 """FP8 quantizers: per token, per token and 128-group, and under a given scale. Bits equal those of vLLM's CUDA ops."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -206,18 +208,23 @@ def scale_stride(k: int, mode: int) -> int:
     return 0 if mode in (-1, STATIC) else cdiv(k, BLOCK) if mode == GROUP else 1
 
 
-def quantize(x: Tensor, mode: int, scale: Tensor | None = None, *, beside: bool = False) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, mode: int, scale: Tensor | None = None, *, before: Callable[[], None] | None = None
+) -> tuple[Tensor, Tensor]:
     """Launch the quantizer over x [M, K]; ``scale`` is read in STATIC mode and made otherwise.
 
-    ``beside`` lets it run beside the kernel before, which must let it and must not make x.
+    ``before`` launches a kernel beside which the quantizer runs, which must let it and must not make x. It is called
+    once all that the quantizer writes has been taken: memory that is let go of in between may be in use.
     """
     m, k = x.shape
     codes, made = empty_codes(m, k, mode, x.device)
     if made is not None:
         scale = made
+    if before is not None:
+        before()
     if m and k:
         kinds = x.get_device(), x.dtype
-        values = m, k, x.stride(0), scale_stride(k, mode), mode, beside
+        values = m, k, x.stride(0), scale_stride(k, mode), mode, before is not None
         kept(quantize_kernel, kinds, _quantize_shape, *values)(x, x, codes, scale)
     elif m and made is not None and mode == TOKEN:
         made.fill_(MIN_SCALE)

@@ -111,12 +111,12 @@ def shrink_kernel(
     )  # fmt: skip
 
 
-def row_tiles(m: int, num_groups: int, slots: int, block_m: int) -> int:
-    """Bound the row tiles of any m rows in any groups, what a frozen grid must launch.
+def row_tiles(m: int, groups: int, block_m: int) -> int:
+    """Bound the row tiles of any m rows in at most so many groups, what a frozen grid must launch.
 
-    Of a group's tiles all but one are full, and there are at most as many groups with an adapter as slots.
+    Of a group's tiles all but one are full.
     """
-    groups = min(num_groups, slots, m)
+    groups = min(groups, m)
     return groups + (m - groups) // block_m
 
 
@@ -153,16 +153,16 @@ def shrink(
 def prepare_shrink(
     x: Tensor, a: list[Tensor], rank: Tensor | None, scaling: Tensor | None, groups: Groups, config: Shrink, *,
     pdl: bool = False,
-) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
+) -> Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]]:  # fmt: skip
     """Prepare K1 for all operands of these sizes, strides and types.
 
     What is returned takes x, a, rank, scaling, groups, and where it is there ``out``; it makes h and names K1's
-    scratch memory. ``pdl`` lets the next kernel run beside K1: who launches one holds the scratch memory until then,
-    or the allocator would give it to that kernel.
+    scratch memory. ``pdl`` lets the next kernel run beside K1: who launches one takes what it writes before, and holds
+    the scratch memory until then.
     """
     (m, k), (slots, r, _), slices, num_groups = x.shape, a[0].shape, len(a), groups.ids.shape[0]
     split, dtype = config.split_k, x.dtype
-    tiles = row_tiles(m, num_groups, slots, config.block_m) * slices * cdiv(r, config.block_r)
+    tiles = row_tiles(m, num_groups, config.block_m) * slices * cdiv(r, config.block_r)
     launch = kept(
         shrink_kernel, (x.get_device(), dtype), _shrink_shape, m, k, r, slices, num_groups, slots, tiles, x.stride(0),
         a[0].stride(0), a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling), rank is not None,
@@ -178,7 +178,7 @@ def prepare_shrink(
                 x, x, planes, h, signal, tuple(a), x if rank is None else rank, x if scaling is None else scaling,
                 *groups[:4],
             )  # fmt: skip
-        return h, planes
+        return h, (planes, signal)
 
     return run
 

@@ -1,4 +1,4 @@
-"""Counters by which the programs of a decode kernel wait for each other: zero before a call, and zero after it."""
+"""Counters by which programs wait for each other or find the last one: zero before a call, and zero after it."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-HEADER = 3
-"""Integers of a signal that every call has; one more for each tile of h."""
+COUNTERS, BESIDE, HEADER = 3, 4, 8
+"""A decode kernel's counters are the first integers of a signal, or those from BESIDE on where it runs beside K1 and so
+does not wait for the kernel before. From HEADER on stands one for each tile of h."""
 
 _ALIGNED = 32  # integers: calls in flight at once do not share a cache line
-_POOL = 1 << 18  # integers of a pool: 1 MiB, 8,192 captured calls with one adapter, some 2,000 with 32
+_POOL = 1 << 18  # integers of a pool: 1 MiB, 8,192 captured signals of up to 24 tiles of h, some 2,000 of 100
 _PER_THREAD = 2  # the handle of cudaStreamPerThread
 
 _lock = threading.Lock()
