@@ -1,5 +1,7 @@
 """More tokens or adapters than a decode batch: kernels that run beside each other read and write what they should."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,6 +67,23 @@ def test_a_graph_of_layers_replays_to_the_same_bits(m: int, slots: int) -> None:
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(bits(y), bits(chain(cases, x, lambda case: case.run("lora_linear")))), i
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_threads_that_share_a_stream_do_not_meet_in_memory_or_counters(path: str) -> None:
+    """Kernels that start early find between them and what they were launched after the calls of other threads."""
+    models = [layers(m, 6, slots) for m, slots in ((64, 32), (64, 20), (256, 8), (16, 4))]
+    inputs = [torch.randn_like(cases[0].x) for cases in models]
+    wants = [
+        chain(cases, x, lambda case: launch(case, path, pdl=False)) for cases, x in zip(models, inputs, strict=True)
+    ]
+
+    def work(number: int) -> bool:
+        got = [chain(models[number], inputs[number], lambda case: case.run(path)) for _ in range(100)]
+        return all(torch.equal(bits(y), bits(wants[number])) for y in got)
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        assert all(pool.map(work, range(len(models))))
 
 
 def test_a_thousand_runs_give_the_same_bits() -> None:
