@@ -143,6 +143,18 @@ def test_quantizer_bits_equal_the_reference(mode: str, dtype: torch.dtype) -> No
     assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.parametrize("k", [4100, 20000])
+def test_rows_of_several_pieces_are_quantized_alike(k: int) -> None:
+    """Up to four pieces stay in registers, more are read again."""
+    from torch_epilora.ops.triton import quantize as q
+
+    x = torch.randn(2, k).bfloat16()
+    x[1, -1] = 9.0
+    codes, scale = q.quantize(x, q.TOKEN)
+    want, want_scale = reference.quantize_fp8_token(x)
+    assert torch.equal(scale, want_scale) and torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
+
+
 @triton.jit
 def divide_kernel(x_ptr, scale_ptr, y_ptr, divide: tl.constexpr, DTYPE: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -203,6 +215,21 @@ def test_metadata_out_of_range_reads_and_writes_nothing_outside() -> None:
 
     got = shrink(case.x, case.a, case.rank, case.scaling, bad, Shrink(16, 16, 64, 1, 4, 1), out=torch.zeros_like(want))
     assert torch.equal(got, want) and not want.any()
+
+
+def test_a_count_below_zero_is_a_group_without_rows() -> None:
+    from torch_epilora.ops.triton.shrink import shrink
+
+    case = make_case(40, 64, [48], 8, 3, popularity="distinct", poison=False, mixed_ranks=False)
+    counts = case.groups.counts.clone()
+    counts[1] = 0
+    want = torch.zeros(40, 1, 8, dtype=case.x.dtype)
+    got = torch.zeros_like(want)
+    config = Shrink(16, 16, 64, 1, 4, 1)
+    shrink(case.x, case.a, case.rank, case.scaling, case.groups._replace(counts=counts), config, out=want)
+    counts[1] = -32
+    shrink(case.x, case.a, case.rank, case.scaling, case.groups._replace(counts=counts), config, out=got)
+    assert want.any() and torch.equal(got, want)
 
 
 def test_host_arithmetic_is_tritons() -> None:

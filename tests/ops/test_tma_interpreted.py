@@ -61,6 +61,16 @@ def test_padding_rows_are_bare_base() -> None:
     assert sqnr(run(case), oracle(case)) > 48
 
 
+def test_a_bias_of_b_is_added_once_however_many_ranks_there_are() -> None:
+    case = make_case(20, 128, [48], 40, 2, b_bias=True)
+    assert sqnr(run(case), oracle(case)) > 48
+
+
+def test_more_row_tiles_than_walk_the_columns_together() -> None:
+    case = make_case(150, 64, [40, 24], 8, 3)
+    assert sqnr(run(case), oracle(case)) > 48
+
+
 def test_a_tile_of_many_adapters() -> None:
     case = make_case(32, 128, [64], 20, 16, popularity="distinct")
     assert sqnr(run(case), oracle(case)) > 48
