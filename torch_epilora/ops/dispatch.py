@@ -6,7 +6,7 @@ hand.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 
 import torch
@@ -110,24 +110,25 @@ def _pdl(call: Call) -> bool:
     return pdl_works(call.x.device)
 
 
-def _operands(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor, Tensor | None]]:
-    """Prepare h = x A^T, and beside it the GEMM's operand and its scale."""
+def _k1(call: Call, plan: Plan, *, pdl: bool) -> Callable[[Call, list], None]:
+    """Prepare K1; it appends to a list h = x A^T and scratch memory to hold until what runs beside K1 is launched."""
     from torch_epilora.ops.triton.shrink import prepare_shrink
 
+    shrink = prepare_shrink(call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, pdl=pdl)
+    return lambda call, made: made.append(shrink(call.x, call.a, call.rank, call.scaling, call.groups))
+
+
+def _operands(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor, Tensor | None]]:
+    """Prepare h, and beside K1 the GEMM's operand and its scale."""
     beside = _pdl(call) and _quantizer(call) >= 0
-    shrink = prepare_shrink(call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, pdl=beside)
+    k1 = _k1(call, plan, pdl=beside)
 
     def run(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        made = []  # h, and scratch memory that the quantizer must not be given
-
-        def k1() -> None:
-            made.append(shrink(call.x, call.a, call.rank, call.scaling, call.groups))
-
-        if beside:
-            x, scale = _quantized(call, before=k1)
-        else:
-            k1()
-            x, scale = _quantized(call)
+        made: list = []
+        before = partial(k1, call, made)
+        if not beside:
+            before()
+        x, scale = _quantized(call, before=before if beside else None)
         return made[0][0], x, scale
 
     return run
@@ -256,20 +257,13 @@ _pair = Lock()
 
 def _around_decode(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor]]:
     """K1 and beside it a decode kernel, which quantizes and multiplies."""
-    from torch_epilora.ops.triton.shrink import prepare_shrink
-
     bare = make_plan(replace(_problem(call), rank=0, slices=1, groups=1))
-    shrink = prepare_shrink(call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, pdl=_pdl(call))
-    decode = _decode(call, bare, bare=True)
+    k1, decode = _k1(call, plan, pdl=_pdl(call)), _decode(call, bare, bare=True)
 
     def run(call: Call) -> tuple[Tensor, Tensor]:
-        made = []
-
-        def k1() -> None:
-            made.append(shrink(call.x, call.a, call.rank, call.scaling, call.groups))
-
+        made: list = []
         with _pair:
-            y = decode(call, k1)
+            y = decode(call, partial(k1, call, made))
         return made[0][0], y
 
     return run

@@ -91,6 +91,32 @@ def column_tile(tile, widths, BN: tl.constexpr):
 
 
 @triton.jit
+def walk_tiles(pid, m_tiles, n_tiles, widths, BN: tl.constexpr, SWIZZLE: tl.constexpr):
+    """(row tile, then what ``column_tile`` says) of a program of K2.
+
+    Neighbours share weights: SWIZZLE row tiles walk the columns together, so that a wave reads few tiles of each.
+    """
+    band = pid // (SWIZZLE * n_tiles)
+    band_rows = tl.minimum(m_tiles - band * SWIZZLE, SWIZZLE)
+    m_tile = band * SWIZZLE + (pid % (SWIZZLE * n_tiles)) % band_rows
+    index, base, inner, width = column_tile((pid % (SWIZZLE * n_tiles)) // band_rows, widths, BN)
+    return m_tile, index, base, inner, width
+
+
+@triton.jit
+def rows_at(position, sorted_ptr, ids_ptr, counts_ptr, starts_ptr, M, num_groups, GROUPS: tl.constexpr):
+    """(rows at positions of the batch in adapter order; the groups' numbers, slots, counts and starts)."""
+    g = tl.arange(0, GROUPS)
+    ids = tl.load(ids_ptr + g, mask=g < num_groups, other=-1)
+    counts = tl.load(counts_ptr + g, mask=g < num_groups, other=0)
+    starts = tl.load(starts_ptr + g, mask=g < num_groups, other=0)
+    # past the last counted row the list may be stale; those rows are padding and stand where they are
+    listed = position < tl.minimum(tl.sum(counts, 0), M)
+    rows = tl.where(listed, tl.load(sorted_ptr + position, mask=listed, other=0), position)
+    return rows, g, ids, counts, starts
+
+
+@triton.jit
 def slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK: tl.constexpr):
     """Columns of the slot's A and B that are real: rank[slice, slot], at most R; all of them without a rank vector."""
     rank = R

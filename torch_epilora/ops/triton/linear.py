@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK, Groups
 from torch_epilora.ops.plan import Gemm
-from torch_epilora.ops.triton.common import ASM, column_tile, pick, slot_rank, slot_scaling, sum_of
+from torch_epilora.ops.triton.common import ASM, pick, rows_at, slot_rank, slot_scaling, sum_of, walk_tiles
 from torch_epilora.ops.triton.launch import Shape, kept
 from torch_epilora.ops.triton.shrink import stride_or_zero
 
@@ -69,25 +69,16 @@ def linear_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of BN outputs of one slice by BM rows in adapter order."""
-    pid = tl.program_id(0)
-    # neighbours share weights: SWIZZLE row tiles walk the columns together, so that a wave reads few tiles of each
-    band = pid // (SWIZZLE * n_tiles)
-    band_rows = tl.minimum(m_tiles - band * SWIZZLE, SWIZZLE)
-    m_tile = band * SWIZZLE + (pid % (SWIZZLE * n_tiles)) % band_rows
-    slice_index, base, inner, width = column_tile((pid % (SWIZZLE * n_tiles)) // band_rows, widths, BN)
+    m_tile, slice_index, base, inner, width = walk_tiles(tl.program_id(0), m_tiles, n_tiles, widths, BN, SWIZZLE)
     within = inner + tl.arange(0, BN)
     n_valid = within < width
     n = base + within
     position = m_tile * BM + tl.arange(0, BM)
     rows = position
     if LORA:
-        g = tl.arange(0, GROUPS)
-        ids = tl.load(ids_ptr + g, mask=g < num_groups, other=-1)
-        counts = tl.load(counts_ptr + g, mask=g < num_groups, other=0)
-        starts = tl.load(starts_ptr + g, mask=g < num_groups, other=0)
-        # past the last counted row the list may be stale; those rows are padding and stand where they are
-        listed = position < tl.minimum(tl.sum(counts, 0), M)
-        rows = tl.where(listed, tl.load(sorted_ptr + position, mask=listed, other=0), position)
+        rows, g, ids, counts, starts = rows_at(
+            position, sorted_ptr, ids_ptr, counts_ptr, starts_ptr, M, num_groups, GROUPS
+        )  # fmt: skip
     valid = (rows >= 0) & (rows < M) & (position < M)
     rows = rows.to(tl.int64)
     k = tl.arange(0, BK)

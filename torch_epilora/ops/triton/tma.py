@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Tma
-from torch_epilora.ops.triton.common import column_tile, pick, slot_scaling, sum_of
+from torch_epilora.ops.triton.common import pick, rows_at, slot_scaling, sum_of, walk_tiles
 from torch_epilora.ops.triton.launch import Shape, kept
 from torch_epilora.ops.triton.linear import settle
 from torch_epilora.ops.triton.shrink import stride_or_zero
@@ -33,25 +33,16 @@ def tma_kernel(
     B_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of BM rows in adapter order by BN outputs of one slice."""
-    pid = tl.program_id(0)
-    # as in K2: SWIZZLE row tiles walk the columns together
-    band = pid // (SWIZZLE * n_tiles)
-    band_rows = tl.minimum(m_tiles - band * SWIZZLE, SWIZZLE)
-    m_tile = band * SWIZZLE + (pid % (SWIZZLE * n_tiles)) % band_rows
-    slice_index, base, inner, width = column_tile((pid % (SWIZZLE * n_tiles)) // band_rows, widths, BN)
+    m_tile, slice_index, base, inner, width = walk_tiles(tl.program_id(0), m_tiles, n_tiles, widths, BN, SWIZZLE)
     within = inner + tl.arange(0, BN)
     n_valid = within < width
     n = base + within
     position = m_tile * BM + tl.arange(0, BM)
     rows = position
     if LORA:
-        g = tl.arange(0, GROUPS)
-        ids = tl.load(ids_ptr + g, mask=g < num_groups, other=-1)
-        counts = tl.load(counts_ptr + g, mask=g < num_groups, other=0)
-        starts = tl.load(starts_ptr + g, mask=g < num_groups, other=0)
-        # past the last counted row the list may be stale; those rows are padding and stand where they are
-        listed = position < tl.minimum(tl.sum(counts, 0), M)
-        rows = tl.where(listed, tl.load(sorted_ptr + position, mask=listed, other=0), position)
+        rows, _, ids, counts, starts = rows_at(
+            position, sorted_ptr, ids_ptr, counts_ptr, starts_ptr, M, num_groups, GROUPS
+        )  # fmt: skip
         # groups that have rows in this tile take turns
         here = (ids >= 0) & (ids < num_slots) & (counts > 0)
         here = here & (starts < (m_tile + 1) * BM) & (starts + counts > m_tile * BM)
