@@ -38,9 +38,9 @@ from benchmarks.models import MODELS
 from benchmarks.peers import Call
 from benchmarks.timing import check_out, copies, environment, need_gpu
 from tests.cases import Case, group_rows, make_case, oracle, sqnr
-from torch_epilora.cli.timing import median_times
 from torch_epilora.ops.dispatch import plan_of
 from torch_epilora.ops.plan import DECODE_MAX_TOKENS
+from torch_epilora.ops.timing import median_times
 
 DEVICE = "cuda"
 OURS = ("bare", "bare_codes", "none", "auto", "decode", "decode_codes", "fused", "hybrid")

@@ -34,9 +34,9 @@ from benchmarks.peers import Call
 from benchmarks.read_rate import read_us
 from benchmarks.timing import check_out, copies, environment, need_gpu
 from tests.cases import Case, make_case, oracle
-from torch_epilora.cli.timing import median_times
 from torch_epilora.ops.dispatch import plan_of
 from torch_epilora.ops.plan import DECODE_MAX_RANK, DECODE_MAX_TOKENS
+from torch_epilora.ops.timing import median_times
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.decode import decode
 from torch_epilora.ops.triton.pdl import pdl_works

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from benchmarks.models import MODELS
 from benchmarks.timing import check_out, copies, environment, need_gpu
-from torch_epilora.cli.timing import median_times
+from torch_epilora.ops.timing import median_times
 
 SHAPES = [(4096, 1, 4), (8192, 1, 8), (4096, 4, 4), (8192, 2, 8), (4096, 8, 8), (4096, 16, 8), (2048, 16, 4)]
 """Words a tile, tiles a program, warps: what is tried, the best of it being the answer."""

@@ -1,4 +1,4 @@
-"""What every benchmark shares beside ``torch_epilora.cli.timing``: what it needs, copies of a weight, where it ran."""
+"""What every benchmark shares beside ``torch_epilora.ops.timing``: what it needs, copies of a weight, where it ran."""
 
 import argparse
 import os

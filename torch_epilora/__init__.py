@@ -10,6 +10,7 @@ from torch_epilora.nn import (
     load_quantized,
     patch,
     save_quantized,
+    tune,
     unload_adapter,
     unpatch,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "load_quantized",
     "patch",
     "save_quantized",
+    "tune",
     "unload_adapter",
     "unpatch",
 ]

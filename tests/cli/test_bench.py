@@ -9,10 +9,11 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from torch_epilora.cli import bench, bench_cases, machine, timing
+from torch_epilora.cli import bench, bench_cases, machine
 from torch_epilora.cli.bench_cases import Case, Operands
 from torch_epilora.cli.commands import app
 from torch_epilora.cli.sqnr import sqnr_db
+from torch_epilora.ops import timing
 
 CASE = Case("q+k", 160, (96, 48), tokens=7, adapters=3, rank=5)
 CPU = torch.device("cpu")

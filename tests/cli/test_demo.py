@@ -191,7 +191,7 @@ def test_paths_on_the_cpu_follow_how_the_groups_run(tiny):
 
 def test_paths_refer_to_their_reasons_by_number(tiny, monkeypatch):
     by_tokens = {20: ("hybrid", "many"), 4: ("fused", "few")}
-    monkeypatch.setattr(demo_paths, "choose_path", lambda info, m, capability, dtype: by_tokens[m])
+    monkeypatch.setattr(demo_paths, "choose_path", lambda info, m, capability, dtype, gpu: by_tokens[m])
     table, reasons = demo_paths.path_table(tiny[0], {"prompt": 20, "each new token": 4})
     assert reasons == ["many", "few"]
     assert {cells[2:4] for cells in table_cells(table)} == {("hybrid (1)", "fused (2)")}

@@ -203,6 +203,21 @@ def test_paths_are_those_of_the_plan(folder):
     assert f"to 8192: {plan.path} (" in result.output
 
 
+def test_paths_on_the_gpu_present_are_those_that_were_measured_there(folder, monkeypatch, tmp_path):
+    from torch_epilora.ops import choice
+    from torch_epilora.ops.plan import Problem, through
+    from torch_epilora.ops.tables import Measured, key_of
+
+    problem = Problem(64, 6144, 4096, 64, 3, 9)
+    monkeypatch.setenv("EPILORA_CACHE", str(tmp_path))
+    monkeypatch.setattr(doctor, "gpus", lambda: [machine.Gpu(0, "NVIDIA H000", 90, 132, 1 << 37)])
+    monkeypatch.setattr(doctor, "_probe_table", lambda console, devices: "")
+    choice.keep("NVIDIA H000", (9, 0), {key_of(problem): Measured(through(problem, "hybrid", "own"), 1.0, 2.0, True)})
+    measured = "the fastest when measured on NVIDIA H000"
+    assert measured in " ".join(_run(folder).output.split())
+    assert measured not in " ".join(_run(folder, "--arch", 90).output.split())
+
+
 def test_a_models_paths_come_first(folder):
     output = _run(folder, "--arch", 90).output
     assert output.index("Paths of model") < output.index("(1) ") < output.index("Versions") < output.index("Probes")

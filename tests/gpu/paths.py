@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_epilora.ops.plan import Problem, make_plan, refusal
+from torch_epilora.ops.plan import Problem, refusal, through
 from torch_epilora.ops.schemas import LINEAR_OPS
 
 HAS_DECODE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -11,7 +11,7 @@ HAS_DECODE = torch.cuda.is_available() and torch.cuda.get_device_capability() >=
 def decode_serves(m: int, compute: str = "w8a8", dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether the decode path takes that many tokens."""
     problem = Problem(m, 4096, 4096, 64, compute=compute, dtype=dtype)
-    return HAS_DECODE and refusal(make_plan(problem).decode, problem) is None
+    return HAS_DECODE and refusal(through(problem, "decode", "own").decode, problem) is None
 
 
 def paths_at(*tokens: int) -> list[tuple[str, int]]:

@@ -1,6 +1,7 @@
 """More tokens or adapters than a decode batch: kernels that run beside each other read and write what they should."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,7 +49,10 @@ def test_a_chain_of_layers_reads_what_the_layer_before_wrote(path: str, m: int, 
 
 def test_a_chain_in_which_no_row_has_an_adapter_waits_all_the_same() -> None:
     """Programs of the expand that have nothing to add end after the GEMM too, or the next layer would start early."""
-    cases = layers(64, 8, 32, popularity="none")
+    unknown = torch.tensor([False])  # what a graph that was captured with adapters says
+    cases = [
+        replace(case, groups=case.groups._replace(no_adapter=unknown)) for case in layers(64, 8, 32, popularity="none")
+    ]
     assert plan_of(*cases[0].args()).base == "decode"
     for i in range(50):
         x = torch.randn_like(cases[0].x)

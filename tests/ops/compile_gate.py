@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from tests.ops.sass import alone, overwritten
 from torch_epilora.ops import dispatch
 from torch_epilora.ops.checks import Call, Groups
-from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan, refusal, shared_bytes
+from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan, refusal, shared_bytes, through
 from torch_epilora.ops.triton import pdl
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.expand import expand_add, prepare_expand
@@ -67,6 +67,7 @@ class Gate:
         driver.set_active(NoGpu(arch))
         pdl.pdl_works = lambda device: True
         dispatch._capability = lambda device: self.capability
+        dispatch._gpu = lambda device: "none"
         run = JITFunction.run
 
         def compile_only(fn, *args, grid, warmup, **kwargs):
@@ -106,7 +107,7 @@ class Gate:
         y = torch.empty(p.m, p.n, dtype=p.dtype)
         expand_add(y, h, b, b_bias, ranks, scaling, g, plan.expand)
         if plan.base == "decode":
-            add = prepare_expand(p.m, p.n, p.rank, b, b_bias, ranks, scaling, g, plan.expand, early=True)
+            add = prepare_expand(p.m, p.n, p.rank, b, b_bias, ranks, scaling, g, plan.expand, pdl=True)
             add(y, h, b, b_bias, ranks, scaling, g)
         if plan.tma is not None:
             self.estimates["tma_kernel"] = shared_bytes(plan.tma, p)
@@ -123,7 +124,7 @@ class Gate:
             f"m={p.m} n={p.n} k={p.k} r={p.rank} S={p.slices} {adapters} {codes} {p.layout} {p.compute} "
             f"{str(p.dtype)[6:]}"
         )
-        plan = make_plan(p)
+        plan = through(p, "decode", "own")
         self.estimates = {"decode_kernel": shared_bytes(plan.decode, p)}
         x, weight = torch.empty(p.m, p.k, dtype=p.dtype), torch.empty(p.n, p.k, dtype=FP8)
         widths = [p.n // p.slices] * p.slices
@@ -259,7 +260,7 @@ def main(arch: int) -> None:
     for p in problems(gate.capability):
         gate.problem(p)
     for p, options in decodes(gate.capability):
-        if refusal(make_plan(p).decode, p) is None:
+        if refusal(through(p, "decode", "own").decode, p) is None:
             gate.decode(p, **options)
     gate.problem(
         Problem(16, 4096, 4096, 16, 1, capability=gate.capability), slots=64, groups=65, bias=False, rank=False

@@ -30,6 +30,7 @@ PATHS = ["decode", "fused", "hybrid"]
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_runs", {})
     monkeypatch.setattr(dispatch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "_gpu", lambda device: "none")
     monkeypatch.setattr(pdl, "pdl_works", lambda device: False)
 
 
@@ -155,6 +156,7 @@ def test_a_gpu_without_dependent_launches_is_not_asked_for_them(
 
     monkeypatch.setattr(pdl, "pdl_works", refuse)
     monkeypatch.setattr(dispatch, "_capability", lambda device: (8, 9))
+    monkeypatch.setattr(dispatch, "_gpu", lambda device: "none")
     case = small(compute="w8a16")
     assert sqnr(dispatch._linear(None)(*case.args()), oracle(case)) > 40
     assert prepared == [None]

@@ -19,9 +19,11 @@ from torch_epilora.ops.plan import (
     Shrink,
     Tiles,
     Tma,
+    bare,
     make_plan,
     refusal,
     shared_bytes,
+    through,
     unsupported,
     vendor_refusal,
 )
@@ -63,7 +65,8 @@ def test_every_plan_is_admitted(capability: tuple[int, int]) -> None:
         assert 1 <= plan.shrink.split_k <= 8 and plan.expand.run >= 1
         assert plan.path in ("decode", "fused", "hybrid") and plan.reason
         assert plan.base != "vendor" or vendor_refusal(p) is None
-        assert ("decode" in (plan.path, plan.base)) == (refusal(plan.decode, p) is None)
+        assert ("decode" in (plan.path, plan.base)) == (refusal(through(p, "decode", "own").decode, p) is None)
+        assert plan.base != "decode" or refusal(plan.decode, bare(p)) is None
         assert plan.base != "tma" or plan.tma is not None
         paths.add((plan.path, plan.base))
     hopper = {("decode", "own"), ("hybrid", "decode"), ("fused", "tma")} if capability >= (9, 0) else set()
@@ -175,7 +178,8 @@ def test_buckets_differ_where_they_must() -> None:
         (256, 4096, "fused", "tma"),
         (256, 6144, "fused", "tma"),
         (256, 24576, "hybrid", "vendor"),
-        (512, 4096, "fused", "tma"),
+        (512, 2048, "fused", "tma"),
+        (512, 4096, "hybrid", "vendor"),
         (512, 6144, "hybrid", "vendor"),
         (1024, 4096, "hybrid", "vendor"),
     ],
@@ -207,6 +211,7 @@ def test_ranks_bound_the_tiles() -> None:
 
 def test_metadata_without_an_entry_for_the_base_is_planned_as_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "_gpu", lambda device: "none")
     case = make_case(8, 256, [64], 8, 4)
     every = dispatch._problem(Call(*case.args()))
     parts = {name: getattr(case.groups, name)[1:] for name in ("ids", "counts", "starts")}
@@ -379,6 +384,7 @@ def test_decode_tiles_that_the_kernel_cannot_take(change: dict, reason: str) -> 
 
 def test_a_batch_without_adapters_is_planned_as_the_bare_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "_gpu", lambda device: "none")
     idle = make_case(4, 512, [64], 8, 3, popularity="none")
     bare = replace(idle, a=[], b=[], rank=None, scaling=None)
     assert dispatch._problem(Call(*idle.args())) == dispatch._problem(Call(*bare.args()))

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch_epilora.cli.bench_cases import CPU_CASES, GPU_CASES, Case, Operands, oracle, variants
 from torch_epilora.cli.machine import driver_version, gpus, versions
 from torch_epilora.cli.sqnr import sqnr_db
-from torch_epilora.cli.timing import median_times
+from torch_epilora.ops.timing import median_times
 
 __all__ = ["measure", "run_bench"]
 

@@ -137,3 +137,51 @@ def bench(
 
     if not run_bench(Console(), cpu=cpu, output=output):
         raise typer.Exit(1)
+
+
+@app.command()
+def tune(
+    model_dir: Annotated[
+        Path, typer.Argument(help="A model's folder; only its config.json is read.", exists=True, file_okay=False)
+    ],
+    layout: Annotated[
+        Layout | None,
+        typer.Option(help="How many weights share a scale; by default as in the checkpoint, else channel."),
+    ] = None,
+    compute: Annotated[Compute, typer.Option(help="Quantize activations, or take them as they are.")] = Compute.w8a8,
+    rank: Annotated[int, typer.Option(help="Rank that the adapter slots hold.", min=1, max=4096)] = 64,
+    adapters: Annotated[
+        list[int] | None, typer.Option(help="Adapter slots; may be given several times. By default 8.", min=1, max=4096)
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of a batch; may be given several times. By default powers of two up to 2048.", min=1),
+    ] = None,
+    graph_tokens: Annotated[
+        int,
+        typer.Option(help="Batches up to here run in CUDA graphs; larger ones are timed with the host's time.", min=0),
+    ] = 512,
+    jobs: Annotated[int, typer.Option(help="Processes that search; they time in turns.", min=1)] = 8,
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", help="Add to this table instead of the user's own.", dir_okay=False),
+    ] = None,
+) -> None:
+    """Search the fastest launch configurations of a model's projections on the GPU present, and keep them."""
+    from torch_epilora.cli.machine import why_no_gpu
+
+    reason = why_no_gpu()
+    if reason is not None:
+        raise _fail(f"nothing to measure: {reason}.")
+    if output is not None and not output.parent.is_dir():
+        raise _fail(f"--out {output}: expected a file in an existing folder, got none at {output.parent}")
+    from torch_epilora.cli.tune import run_tune
+    from torch_epilora.nn.tuning import TOKENS
+
+    try:
+        run_tune(
+            Console(), model_dir, layout=None if layout is None else layout.value, compute=compute.value, rank=rank,
+            adapters=adapters or [8], tokens=tokens or TOKENS, graph_tokens=graph_tokens, jobs=jobs, output=output,
+        )  # fmt: skip
+    except ValueError as error:
+        raise _fail(str(error)) from None

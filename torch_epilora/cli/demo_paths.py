@@ -36,11 +36,13 @@ def path_table(model: Any, tokens: Mapping[str, int]) -> tuple[Table, list[str]]
     """
     counts: Counter[tuple[str, ...]] = Counter()
     reasons: list[str] = []
-    capability = torch.cuda.get_device_capability(model.device) if model.device.type == "cuda" else None
+    capability = gpu = None
+    if model.device.type == "cuda":
+        capability, gpu = torch.cuda.get_device_capability(model.device), torch.cuda.get_device_name(model.device)
     for projection in (part for info in describe(model) for part in _as_run(info)):
         paths = []
         for m in tokens.values():
-            path, reason = choose_path(projection, m, capability, model.dtype)
+            path, reason = choose_path(projection, m, capability, model.dtype, gpu)
             if reason not in reasons:
                 reasons.append(reason)
             paths.append(f"{path} ({reasons.index(reason) + 1})")

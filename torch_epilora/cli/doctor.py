@@ -49,9 +49,10 @@ def run_doctor(
     """
     devices = gpus()
     if folder is not None:
+        gpu = None
         if arch is None and devices:
-            arch = devices[0].arch
-        _print_paths(console, folder, arch, layout=layout, compute=compute, rank=rank, slots=slots)
+            arch, gpu = devices[0].arch, devices[0].name
+        _print_paths(console, folder, arch, layout=layout, compute=compute, rank=rank, slots=slots, gpu=gpu)
     console.print(_versions_table())
     console.print(_gpu_table(devices))
     off = disabled_by(DISABLE_PDL)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from torch_epilora.cli.projections import read_dtype, read_projections
 from torch_epilora.nn import ProjectionInfo
+from torch_epilora.ops.choice import choose
 from torch_epilora.ops.plan import Problem, make_plan
 
 __all__ = ["TOKENS", "choose_path", "paths_table", "print_reasons"]
@@ -21,7 +22,7 @@ ON_CPU = "on the CPU every operator is its plain-torch reference"
 
 
 def paths_table(
-    folder: Path, arch: int | None, *, layout: str, compute: str, rank: int, slots: int
+    folder: Path, arch: int | None, *, layout: str, compute: str, rank: int, slots: int, gpu: str | None = None
 ) -> tuple[Table, list[str]]:
     """Make the table of a model's projections.
 
@@ -39,6 +40,8 @@ def paths_table(
         Rank that the adapter slots hold.
     slots : int
         Adapter slots; 0 is a model without adapters.
+    gpu : str, optional
+        Name of the GPU, whose measured plans count; without it the rules choose.
 
     Returns
     -------
@@ -68,7 +71,7 @@ def paths_table(
     for info, count in read_projections(folder, layout=layout, compute=compute, rank=rank, slots=slots).items():
         last: dict[tuple[str, int], int] = {}
         for tokens in TOKENS:
-            path, reason = choose_path(info, tokens, capability, getattr(torch, dtype))
+            path, reason = choose_path(info, tokens, capability, getattr(torch, dtype), gpu)
             if reason not in reasons:
                 reasons.append(reason)
             last[path, reasons.index(reason) + 1] = tokens
@@ -93,7 +96,7 @@ def print_reasons(console: Console, reasons: Sequence[str]) -> None:
 
 
 def choose_path(
-    info: ProjectionInfo, tokens: int, capability: tuple[int, int] | None, dtype: torch.dtype
+    info: ProjectionInfo, tokens: int, capability: tuple[int, int] | None, dtype: torch.dtype, gpu: str | None = None
 ) -> tuple[str, str]:
     """Say which path a projection takes, and why.
 
@@ -107,6 +110,8 @@ def choose_path(
         Compute capability of the GPU; None is the CPU.
     dtype : torch.dtype
         Of its input.
+    gpu : str, optional
+        Name of the GPU, whose measured plans count; without it the rules choose.
 
     Returns
     -------
@@ -127,5 +132,5 @@ def choose_path(
         dtype=dtype,
         capability=capability,
     )
-    plan = make_plan(problem)
+    plan = make_plan(problem) if gpu is None else choose(problem, gpu)
     return plan.path, plan.reason

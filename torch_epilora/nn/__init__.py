@@ -8,6 +8,7 @@ from torch_epilora.nn.group import ProjectionGroup
 from torch_epilora.nn.linear import LoraLinear
 from torch_epilora.nn.patch import patch, unpatch
 from torch_epilora.nn.state import load_quantized, save_quantized
+from torch_epilora.nn.tuning import tune
 
 __all__ = [
     "AdapterBank",
@@ -22,6 +23,7 @@ __all__ = [
     "load_quantized",
     "patch",
     "save_quantized",
+    "tune",
     "unload_adapter",
     "unpatch",
 ]

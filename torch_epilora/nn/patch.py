@@ -17,8 +17,10 @@ from torch_epilora.nn.linear import LoraLinear, lora_linears
 from torch_epilora.nn.patterns import as_patterns
 from torch_epilora.nn.placing import place
 from torch_epilora.nn.select import Selection, select
+from torch_epilora.nn.tuning import tune_at_load
 from torch_epilora.ops import dequantize_fp8
 from torch_epilora.ops.checks import COMPUTES
+from torch_epilora.ops.switches import tune_mode
 
 logger = logging.getLogger("torch_epilora")
 Model = TypeVar("Model", bound=nn.Module)
@@ -102,6 +104,7 @@ def patch(
     hook(root, state)
     base_model: Any = root
     warn_of_leftovers(base_model.get_base_model() if is_peft(root) else root, chosen, excluded)
+    tune_at_load(root)
     return model
 
 
@@ -140,7 +143,8 @@ def unwrap(model: Any) -> nn.Module:
 
 
 def check_options(base: str, layout: str, compute: str, max_adapters: int, max_rank: int) -> AdapterState:
-    """Check the options of patch; return the state of a model patched with them."""
+    """Check the options of patch, and what the environment says of plans; return the state of a model so patched."""
+    tune_mode()
     for name, value, allowed in (("base", base, ("fp8",)), ("layout", layout, LAYOUTS), ("compute", compute, COMPUTES)):
         if value not in allowed:
             raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}.")

@@ -16,6 +16,7 @@ from torch_epilora.nn.hooks import hook
 from torch_epilora.nn.linear import LoraLinear
 from torch_epilora.nn.patch import check_options, check_plain, is_peft, unwrap
 from torch_epilora.nn.select import Selection, plain_path, select
+from torch_epilora.nn.tuning import tune_at_load
 
 logger = logging.getLogger("torch_epilora")
 
@@ -139,6 +140,7 @@ def load_quantized(
     if hasattr(root, "tie_weights"):
         root.tie_weights()
     hook(root, state)
+    tune_at_load(root)
     return model
 
 

@@ -5,7 +5,6 @@ hand.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache, partial
 from threading import Lock
 
@@ -15,8 +14,9 @@ from torch.nn import functional
 
 from torch_epilora.ops import checks, reference
 from torch_epilora.ops.checks import Call, Groups
+from torch_epilora.ops.choice import choose
 from torch_epilora.ops.memory import remember
-from torch_epilora.ops.plan import Plan, Problem, make_plan, refusal, unsupported
+from torch_epilora.ops.plan import Plan, Problem, make_plan, refusal, through, unsupported
 from torch_epilora.ops.schemas import LINEAR_OPS, SCHEMAS, library
 
 for _name in SCHEMAS:
@@ -30,6 +30,11 @@ _UNKNOWN = torch.tensor([False], device="cpu")
 @lru_cache(maxsize=64)
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=64)
+def _gpu(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
 
 
 def _problem(call: Call) -> Problem:
@@ -46,7 +51,7 @@ def plan_of(*arguments) -> Plan:
     """Make the plan that ``lora_linear`` follows for these arguments on their GPU; for tests and benchmarks."""
     call = Call(*arguments)
     checks.check_call(call)
-    return make_plan(_problem(call))
+    return choose(_problem(call), _gpu(call.x.device))
 
 
 def _quantizer(call: Call) -> int:
@@ -229,7 +234,7 @@ def _hybrid(call: Call, plan: Plan) -> Run:
         return lambda call: base(call, *_quantized(call))
     expand = prepare_expand(
         call.x.shape[0], call.weight.shape[0], call.a[0].shape[1], call.b, call.b_bias, call.rank, call.scaling,
-        call.groups, plan.expand, early=plan.base == "decode" and _pdl(call),
+        call.groups, plan.expand, pdl=_pdl(call),
     )  # fmt: skip
     product = _around_decode(call, plan) if plan.base == "decode" else _around(call, plan)
 
@@ -257,8 +262,7 @@ _pair = Lock()
 
 def _around_decode(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor]]:
     """K1 and beside it a decode kernel, which quantizes and multiplies."""
-    bare = make_plan(replace(_problem(call), rank=0, slices=1, groups=1))
-    k1, decode = _k1(call, plan, pdl=_pdl(call)), _decode(call, bare, bare=True)
+    k1, decode = _k1(call, plan, pdl=_pdl(call)), _decode(call, plan, bare=True)
 
     def run(call: Call) -> tuple[Tensor, Tensor]:
         made: list = []
@@ -276,21 +280,38 @@ def _reference(call: Call, plan: Plan) -> Run:
 _PATHS = {"decode": _decode, "fused": _fused, "hybrid": _hybrid, "reference": _reference}
 
 
+def prepare(call: Call, plan: Plan) -> Run:
+    """Prepare what runs a checked call, and all calls like it, under a plan that can run it."""
+    return _PATHS[plan.path](call, plan)
+
+
 def _prepare(name: str | None, call: Call) -> Run:
     """Check a call, plan it, and prepare what runs it and all calls like it."""
     checks.check_call(call)
     problem = _problem(call)
-    plan = make_plan(problem)
+    plan = choose(problem, _gpu(call.x.device))
     if call.x.numel() == 0 or call.weight.shape[0] == 0:
         return _reference(call, plan)
     if name is not None and plan.path == "reference":
         raise ValueError(f"lora_linear_{name}: cannot run on this GPU: {plan.reason}. Use lora_linear.")
+    plan = plan if name in (None, plan.path) else _forced(name, problem)
     if name == "decode" and (why := refusal(plan.decode, problem)):
         raise ValueError(f"lora_linear_decode: cannot run this call: {why}. Use lora_linear.")
-    return _PATHS[name or plan.path](call, plan)
+    return prepare(call, plan)
+
+
+def _forced(name: str, problem: Problem) -> Plan:
+    """Make the plan of a path that another one is faster than."""
+    base = make_plan(problem).base
+    return through(problem, name, "own" if base == "decode" and name != "hybrid" else base)
 
 
 _runs: dict[tuple, Run] = {}
+
+
+def replan() -> None:
+    """Plan calls anew, as tables of measured plans have changed; what a CUDA graph captured stays as it is."""
+    _runs.clear()
 
 
 def _likeness(call: Call) -> tuple:

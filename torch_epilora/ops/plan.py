@@ -26,7 +26,7 @@ batch's groups in registers."""
 FUSED_MAX_TOKENS = 32
 FUSED_MAX_ADAPTERS = 2
 OWN_MAX_TOKENS = 64
-TMA_MAX_BLOCKS = 264
+TMA_MAX_BLOCKS = 192
 MANY_MIN_TOKENS = 32
 MANY_MIN_ADAPTERS = 16
 """Where the paths and the two GEMMs change places on an H200 (benchmarks/NOTES.md)."""
@@ -110,7 +110,10 @@ class Shrink:
 
 @dataclass(frozen=True)
 class Expand:
-    """Tiles of the expand: tokens and outputs a block, ranks at once; a program walks ``run`` blocks of outputs."""
+    """Tiles of the expand: tokens and outputs a block, ranks at once; a program walks ``run`` blocks of outputs.
+
+    ``early`` launches it as the GEMM's dependent: its blocks are there when the GEMM's end.
+    """
 
     block_m: int
     block_n: int
@@ -118,6 +121,7 @@ class Expand:
     run: int
     num_warps: int
     num_stages: int
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,8 @@ class Plan:
     """A path, the reason it was chosen, what computes the base, and every kernel's tiles.
 
     The base is that of K2 ("own"), of K2 for more tokens ("tma"), of PyTorch ("vendor") or of the decode kernel
-    ("decode"). ``tma`` is None where K2 for more tokens cannot run or there are no more.
+    ("decode", whose tiles are then those of the bare base). ``tma`` is None where K2 for more tokens cannot run or
+    there are no more.
     """
 
     path: str
@@ -449,33 +454,52 @@ def _decode(p: Problem) -> Decode:
     )  # fmt: skip
 
 
+def bucketed(problem: Problem) -> Problem:
+    """Make the problem whose plan it shares: that of the next power of two of tokens."""
+    bucket = next_power_of_2(max(problem.m, 1))
+    return problem if problem.m == bucket else replace(problem, m=bucket)
+
+
+def bare(problem: Problem) -> Problem:
+    """Make the problem of the base alone."""
+    return replace(problem, rank=0, slices=1, groups=1)
+
+
+def through(problem: Problem, path: str, base: str, reason: str = "") -> Plan:
+    """Make the plan of a path and a base with the rules' tiles, whether or not they can run the problem."""
+    problem = bucketed(problem)
+    expand, decode = _expand(problem), _decode(problem)
+    if base == "decode":
+        expand, decode = replace(expand, early=True), _decode(bare(problem))
+    return Plan(path, reason, base, _gemm(problem), _tma(problem), _shrink(problem), expand, decode)
+
+
 @lru_cache(maxsize=4096)
 def _plan(problem: Problem) -> Plan:
-    tiles = _gemm(problem), _tma(problem), _shrink(problem), _expand(problem), _decode(problem)
     missing = unsupported(problem.capability)
     if missing:
-        return Plan("reference", missing, "none", *tiles)
+        return through(problem, "reference", "none", missing)
     refused = vendor_refusal(problem)
     adapters = min(problem.groups - 1, problem.m)
-    if refusal(tiles[-1], problem) is None:
+    if refusal(_decode(problem), problem) is None:
         if problem.rank and problem.m > MANY_MIN_TOKENS and adapters >= MANY_MIN_ADAPTERS:
             reason = f"over {MANY_MIN_TOKENS} tokens of at least {MANY_MIN_ADAPTERS} adapters: a kernel of its own adds"
-            return Plan("hybrid", reason, "decode", *tiles)
+            return through(problem, "hybrid", "decode", reason)
         reason = f"at most {_decode_tokens(problem)} tokens: one kernel in which quantizer, shrink and GEMM overlap"
-        return Plan("decode", reason, "own", *tiles)
+        return through(problem, "decode", "own", reason)
     if problem.m <= FUSED_MAX_TOKENS and adapters <= FUSED_MAX_ADAPTERS:
         reason = f"at most {FUSED_MAX_TOKENS} tokens and {FUSED_MAX_ADAPTERS} adapters: cheapest in the GEMM's epilogue"
-        return Plan("fused", reason, "own", *tiles)
-    tma = tiles[1]
+        return through(problem, "fused", "own", reason)
+    tma = _tma(problem)
     if tma and (refused or cdiv(problem.m, tma.block_m) * cdiv(problem.n, tma.block_n) <= TMA_MAX_BLOCKS):
         reason = refused or f"its GEMM has at most {TMA_MAX_BLOCKS} blocks, where the library's is the faster"
-        return Plan("fused", f"cheapest in the library's GEMM's epilogue: {reason}", "tma", *tiles)
+        return through(problem, "fused", "tma", f"cheapest in the library's GEMM's epilogue: {reason}")
     base = "own" if refused or problem.m <= OWN_MAX_TOKENS else "vendor"
     if refused:
         reason = f"adapter kernels after the library's own GEMM, since the vendor's cannot be used: {refused}"
     else:
         reason = f"adapter kernels after the GEMM; of GEMMs, the {base} one is the faster at these token counts"
-    return Plan("hybrid", reason, base, *tiles)
+    return through(problem, "hybrid", base, reason)
 
 
 def make_plan(problem: Problem) -> Plan:
@@ -494,5 +518,4 @@ def make_plan(problem: Problem) -> Plan:
     Plan
         With ``path`` "decode", "fused", "hybrid" or "reference" and the reason in words.
     """
-    bucket = next_power_of_2(max(problem.m, 1))
-    return _plan(problem if problem.m == bucket else replace(problem, m=bucket))
+    return _plan(bucketed(problem))

@@ -122,16 +122,17 @@ def expand_add(
 
 def prepare_expand(
     m: int, stride_ym: int, r: int, b: list[Tensor], b_bias: list[Tensor], rank: Tensor | None,
-    scaling: Tensor | None, groups: Groups, config: Expand, *, early: bool = False,
+    scaling: Tensor | None, groups: Groups, config: Expand, *, pdl: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
     """Prepare the expand for all operands of these sizes, strides and types; what is returned takes expand_add's.
 
-    ``early`` launches it as a dependent of the kernel before: when that one starts, all but y and h must be there.
+    Where ``pdl`` is there, an early one is a dependent of the kernel before: when that one starts, all but y and h must
+    be there.
     """
     expand = kept(
         expand_kernel, (b[0].get_device(), b[0].dtype), _expand_shape, m, r, groups.ids.shape[0], b[0].shape[0],
         tuple(t.shape[1] for t in b), stride_ym, tuple(t.stride(0) for t in b), b[0].stride(1), stride_or_zero(rank),
-        stride_or_zero(scaling), rank is not None, scaling is not None, bool(b_bias), early, config,
+        stride_or_zero(scaling), rank is not None, scaling is not None, bool(b_bias), pdl and config.early, config,
     )  # fmt: skip
 
     def run(y, h, b, b_bias, rank, scaling, groups):

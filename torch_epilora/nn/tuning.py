@@ -1,0 +1,169 @@
+"""tune: time a model's projections on its GPU, and keep the fastest plans (EpiLoRA section 3.2)."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from torch_epilora.nn.adapters import patched_parts
+from torch_epilora.nn.describe import describe
+from torch_epilora.nn.linear import groups_of
+from torch_epilora.ops import choice, dispatch
+from torch_epilora.ops.arithmetic import next_power_of_2
+from torch_epilora.ops.plan import Problem, unsupported
+from torch_epilora.ops.switches import TUNE, tune_mode
+from torch_epilora.ops.tables import Key, Measured, key_of, problem_of
+from torch_epilora.ops.trial import Trial
+
+logger = logging.getLogger("torch_epilora")
+
+TOKENS = tuple(1 << i for i in range(12))
+GRAPH_TOKENS = 512
+"""Up to here vLLM captures its batches in CUDA graphs by default."""
+SECONDS = 10.0
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Size:
+    """One thing to time: a key, the widths of its slices, and whether it runs in a CUDA graph."""
+
+    key: Key
+    widths: tuple[int, ...]
+    graph: bool
+
+
+def sizes(
+    projections: Iterable[tuple[Problem, tuple[int, ...]]], tokens: Iterable[int], graph_tokens: int
+) -> list[Size]:
+    """List what to time: each projection at each bucket of tokens, with all its slots and as the bare base.
+
+    ``projections`` are problems of any token count, with the widths of their slices.
+    """
+    found: dict[Key, Size] = {}
+    for m in sorted({next_power_of_2(m) for m in tokens}):
+        for problem, widths in projections:
+            bare = replace(problem, m=m, rank=0, slices=1, groups=1)
+            for p, parts in ((replace(problem, m=m), widths), (bare, (problem.n,))):
+                if p.rank or p is bare:
+                    found.setdefault(key_of(p), Size(key_of(p), parts, m <= graph_tokens))
+    return list(found.values())
+
+
+def tune(
+    model: nn.Module,
+    *,
+    tokens: Iterable[int] = TOKENS,
+    graph_tokens: int = GRAPH_TOKENS,
+    seconds: float = SECONDS,
+    progress: Progress | None = None,
+) -> int:
+    """Time the paths that a model's projections can take on its GPU, and follow the fastest from now on.
+
+    A size is a projection with all its slots, or without adapters, and a power of two of tokens. Sizes that were timed
+    before on this GPU, by the same version, are not timed again: they are kept in a table in
+    ``EPILORA_CACHE`` (by default ``~/.cache/torch_epilora``), and common models have theirs with the library. When the
+    time is up the rest keep the rules' plans until the next call. Plans differ in speed and in the last bits of a
+    result, as other token counts do.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A patched model, on a GPU.
+    tokens : iterable of int
+        Sizes of batches that will be used; rounded up to powers of two.
+    graph_tokens : int
+        Batches up to here are replayed in CUDA graphs and timed so; larger ones are timed with the host's time.
+    seconds : float
+        When to stop; the size at hand is finished.
+    progress : callable, optional
+        Called with the number of sizes done and of all to do.
+
+    Returns
+    -------
+    int
+        Sizes that were timed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no patched model, lies on no GPU or on several, an argument does not fit, or ``EPILORA_TUNE=off``.
+    OSError
+        If the table cannot be written; nothing changes then.
+    """
+    if tune_mode() == "off":
+        raise ValueError(f"{TUNE}=off: measured plans are not used, so there is nothing to time. Unset it.")
+    counts = list(tokens)
+    if not all(type(m) is int and m > 0 for m in counts):
+        raise ValueError(f"tokens: expected positive integers, got {counts}.")
+    if not graph_tokens >= 0 or not seconds >= 0:
+        raise ValueError(f"graph_tokens, seconds: expected at least 0, got {graph_tokens} and {seconds}.")
+    device = _device(model)
+    capability, gpu = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    if unsupported(capability):
+        return 0
+    known = choice.table(gpu)
+    todo = [
+        size
+        for size in sizes(_projections(model, capability), counts, graph_tokens)
+        if size.key not in known or known[size.key].graph != size.graph
+    ]
+    found: dict[Key, Measured] = {}
+    end = time.monotonic() + seconds
+    for done, size in enumerate(todo):
+        if progress is not None:
+            progress(done, len(todo))
+        if time.monotonic() >= end:
+            logger.info(
+                "%d of %d sizes were timed in %g s; the others keep the rules' plans.", done, len(todo), seconds
+            )
+            break
+        found[size.key] = Trial(problem_of(size.key, capability), size.widths, device).fastest(graph=size.graph)
+    if found:
+        choice.keep(gpu, capability, found)
+        dispatch.replan()
+    if progress is not None:
+        progress(len(found), len(todo))
+    return len(found)
+
+
+def tune_at_load(model: nn.Module) -> None:
+    """Tune a model that was just patched, if ``EPILORA_TUNE=full`` and it lies on one GPU."""
+    if tune_mode() != "full" or {t.device.type for t in model.parameters()} != {"cuda"}:
+        return
+    tune(model, progress=_shown if sys.stderr.isatty() else None)
+
+
+def _shown(done: int, todo: int) -> None:
+    print(
+        f"\rtorch_epilora: {done} of {todo} sizes timed", end="\n" if done == todo else "", file=sys.stderr, flush=True
+    )
+
+
+def _device(model: nn.Module) -> torch.device:
+    _, linears = patched_parts(model)
+    devices = {group.codes.device for group in groups_of(linears)}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"model: expected a model on one GPU, got projections on {names}. Move it with .to('cuda').")
+    return next(iter(devices))
+
+
+def _projections(model: nn.Module, capability: tuple[int, int]) -> list[tuple[Problem, tuple[int, ...]]]:
+    _, linears = patched_parts(model)
+    dtypes = [group.bank.dtype for group in groups_of(linears)]
+    return [
+        (
+            Problem(
+                1, info.n, info.k, info.max_rank if info.slots else 0, len(info.slices), info.slots + 1, info.layout,
+                info.compute, dtype, capability,
+            ),
+            info.slices,
+        )
+        for info, dtype in zip(describe(model), dtypes, strict=True)
+    ]  # fmt: skip
