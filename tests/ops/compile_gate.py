@@ -98,7 +98,10 @@ class Gate:
         mode = -1 if p.compute == "w8a16" else q.GROUP if p.layout == "block" else q.TOKEN
         beside = self.arch >= 90 and mode >= 0
         h, _ = prepare_shrink(x, a, ranks, scaling, g, plan.shrink, pdl=beside)(x, a, ranks, scaling, g)
-        codes, x_scale = q.quantize(x, mode, before=(lambda: None) if beside else None) if mode >= 0 else (x, None)
+        codes, x_scale = q.quantize(x, mode) if mode >= 0 and not beside else (x, None)
+        if beside:
+            codes, x_scale = q.empty_codes(p.m, p.k, mode, x.device)
+            q.prepare_quantize(x, mode, beside=True)(x, codes, x_scale)
         weight = torch.empty(p.n, p.k, dtype=FP8)
         base_bias = torch.empty(p.n, dtype=p.dtype) if bias else None
         adapters = dict(h=h, b=b, b_bias=b_bias, rank=ranks, scaling=scaling, groups=g)

@@ -3,6 +3,7 @@
 Triton's interpreter runs the kernels on the CPU; only the device's capability is made up.
 """
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.cases import Case, make_case, oracle, sqnr
 from tests.ops.interpreter import repaired  # noqa: F401
 from torch_epilora.ops import dispatch, memory
 from torch_epilora.ops.checks import Call
 from torch_epilora.ops.triton import decode, pdl, shrink
+from torch_epilora.ops.triton import launch as launches
 from torch_epilora.ops.triton.launch import Launch
 
 pytestmark = [
@@ -170,7 +173,7 @@ def test_nothing_is_taken_between_a_kernel_and_the_one_that_runs_beside_it(
 ) -> None:
     """Memory that another thread's call has let go of in between may still be in use when the dependent starts."""
     log, launched, held = [], [], []
-    empty = torch.empty
+    empty, empty_strided = torch.empty, torch.empty_strided
 
     def launch(self, on: Tensor, *pointers: object) -> None:
         log.append(self._kernel.fn.__name__)
@@ -194,6 +197,7 @@ def test_nothing_is_taken_between_a_kernel_and_the_one_that_runs_beside_it(
     monkeypatch.setattr(Launch, "__call__", launch)
     monkeypatch.setattr(pdl, "pdl_works", lambda device: True)
     monkeypatch.setattr(torch, "empty", lambda *a, **k: (log.append("take"), empty(*a, **k))[1])
+    monkeypatch.setattr(torch, "empty_strided", lambda *a, **k: (log.append("take"), empty_strided(*a, **k))[1])
     noted(shrink, "take_signal", True)
     noted(decode, "take_signal", False)
     case = small(m=m, k=1024, slots=slots)
@@ -204,6 +208,47 @@ def test_nothing_is_taken_between_a_kernel_and_the_one_that_runs_beside_it(
     assert scratch and all(held), "K1's counters outlive the launch of what runs beside it"
     beside = next(launch for launch in launched if launch._kernel.fn.__name__ == dependent)
     assert beside._constants["launch_pdl"] and beside._constants["BESIDE"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "options"), [("made", {}), ("static", {"rank": None}), ("given", {"scaling": None, "b_bias": []})]
+)
+@pytest.mark.parametrize(
+    ("m", "slots", "path", "last"),
+    [(70, 3, "fused", "tma_kernel"), (70, 3, "hybrid", "expand_kernel"), (40, 20, "hybrid", "expand_kernel")],
+)
+def test_launches_by_address_compute_the_same(
+    m: int, slots: int, path: str, last: str, options: dict, codes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter takes no addresses: tensors are made of them, of the types and sizes launched with before."""
+    call, kinds, direct = Launch.__call__, {}, []
+
+    def tensor(address: int, like: tuple[torch.dtype, int]) -> Tensor:
+        dtype, size = like
+        room = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(room, dtype=torch.uint8).view(dtype)
+
+    def launch(self, on: Tensor | int, *pointers) -> None:
+        several = [p if type(p) is tuple else (p,) for p in pointers]
+        if type(on) is not int:
+            kinds[self] = [[None if isinstance(t, TensorDescriptor) else (t.dtype, t.numel()) for t in ts]
+                           for ts in several]  # fmt: skip
+            return call(self, on, *pointers)
+        direct.append(self._kernel.fn.__name__)
+        made = [tuple(t if like is None else tensor(t, like) for t, like in zip(ts, likes, strict=True))
+                for ts, likes in zip(several, kinds[self], strict=True)]  # fmt: skip
+        call(self, torch.empty(0), *(t if type(p) is tuple else t[0] for p, t in zip(pointers, made, strict=True)))
+
+    monkeypatch.setattr(Launch, "__call__", launch)
+    monkeypatch.setattr(launches, "stream_for", lambda device, addresses: 0 if all(addresses) else None)
+    run = dispatch._linear(path)
+    sizes = {"m": m, "k": 144, "slots": slots, "codes": codes}
+    first, other = (replace(small(seed, **sizes), **options) for seed in range(2))
+    got = run(*first.args())
+    assert not direct and torch.equal(run(*first.args()), got)
+    assert direct[0] == "shrink_kernel" and direct[-1] == last
+    assert sqnr(run(*other.args()), oracle(other)) > 40
+    assert len(dispatch._runs) == 1
 
 
 def test_a_decode_kernel_beside_k1_serves_many_adapters() -> None:

@@ -29,7 +29,7 @@ class Streams:
         self.stream, self.capturing, self.synchronized, self.made = 7, False, 0, []
         self.cuda = SimpleNamespace(
             is_current_stream_capturing=lambda: self.capturing,
-            current_stream=lambda device: SimpleNamespace(cuda_stream=self.stream, synchronize=self.wait),
+            current_stream=lambda device: SimpleNamespace(synchronize=self.wait),
             stream=lambda stream: nullcontext(),
         )
         self.makers, self.full = [], False
@@ -51,6 +51,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     found = Streams()
     for name, value in (("torch", found), ("_of_streams", {}), ("_pools", {}), ("_kept", []), ("_POOL", POOL)):
         monkeypatch.setattr(signals, name, value)
+    monkeypatch.setattr(signals, "raw_stream", lambda device: found.stream)
     yield found
 
 

@@ -273,6 +273,11 @@ class Call(NamedTuple):
         return Groups(self.sorted_tokens, self.ids, self.counts, self.starts, self.no_adapter)
 
     @property
+    def rows(self) -> tuple:
+        """Which row uses which slot, without the flag: what kernels are given."""
+        return self[11:15]
+
+    @property
     def layout(self) -> str:
         """Layout of the weight's scale."""
         return scale_layout(self.weight.shape, self.weight_scale)
@@ -281,6 +286,11 @@ class Call(NamedTuple):
     def has_adapters(self) -> bool:
         """Say whether any row may have an adapter."""
         return bool(self.a) and not self.no_adapter.item()
+
+
+On = Tensor | int
+"""Where kernels are launched, and what they are given: a tensor of the device, and tensors; or a stream of the current
+device, and addresses of tensors, which are multiples of 16 (``launch``)."""
 
 
 def check_call(call: Call) -> None:

@@ -5,7 +5,7 @@ hand.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache
 from threading import Lock
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_epilora.ops import checks, reference
-from torch_epilora.ops.checks import Call, Groups
+from torch_epilora.ops.checks import Call, Groups, On
 from torch_epilora.ops.choice import choose
 from torch_epilora.ops.memory import remember
 from torch_epilora.ops.plan import Plan, Problem, make_plan, refusal, through, unsupported
@@ -65,13 +65,16 @@ def _quantizer(call: Call) -> int:
     return q.GROUP if call.layout == "block" else q.TOKEN
 
 
-def _quantized(call: Call, *, before: Callable[[], None] | None = None) -> tuple[Tensor, Tensor | None]:
-    """Make the GEMM's operand and its scale, beside the kernel that ``before`` launches."""
+def _quantized(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Make the GEMM's operand and its scale."""
     from torch_epilora.ops.triton import quantize as q
 
     mode = _quantizer(call)
-    if mode >= 0:
-        return q.quantize(call.x, mode, call.x_scale, before=before)
+    return q.quantize(call.x, mode, call.x_scale) if mode >= 0 else _given(call)
+
+
+def _given(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Name the GEMM's operand and its scale where nothing is to be quantized."""
     return (call.x, None) if call.compute == "w8a16" else (call.x_codes, call.x_scale)  # type: ignore[return-value]
 
 
@@ -82,22 +85,23 @@ def _own_gemm(call: Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor
     return linear(x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm)
 
 
-def _vendor_gemm(call: Call, x: Tensor, scale: Tensor) -> Tensor:
+def _vendor_gemm(call: Call, layout: str, x: Tensor, scale: Tensor) -> Tensor:
     """Multiply codes by the base weight with ``torch._scaled_mm``, row-wise or 1x128 groups by 128x128 blocks."""
     m, n = x.shape[0], call.weight.shape[0]
-    if call.layout == "block":
+    if layout == "block":
         # scales lie column by column, and columns start at multiples of 16 bytes: rows come in fours
         x = functional.pad(x.view(torch.uint8), (0, 0, 0, -m % 4)).view(x.dtype) if m % 4 else x
-        x_scale = functional.pad(scale, (0, 0, 0, -m % 4)).t().contiguous().t()
+        scale = functional.pad(scale, (0, 0, 0, -m % 4)).t().contiguous().t()
         weight_scale = call.weight_scale.t()
     else:
-        x_scale = scale.view(-1, 1) if scale.numel() == m else scale.view(1, 1).expand(m, 1).contiguous()
+        if scale.shape != (m, 1):
+            scale = scale.view(-1, 1) if scale.numel() == m else scale.view(1, 1).expand(m, 1).contiguous()
         weight_scale = call.weight_scale.view(1, -1)
-        if n != weight_scale.shape[1]:
+        if layout == "tensor" and n > 1:
             weight_scale = weight_scale.expand(1, n).contiguous()
     y = torch._scaled_mm(
-        x.contiguous(), call.weight.t(), x_scale, weight_scale, bias=call.bias, out_dtype=call.x.dtype,
-        use_fast_accum=call.layout != "block",
+        x.contiguous(), call.weight.t(), scale, weight_scale, bias=call.bias, out_dtype=call.x.dtype,
+        use_fast_accum=layout != "block",
     )  # fmt: skip
     return y if y.shape[0] == m else y[:m]
 
@@ -106,35 +110,76 @@ Run = Callable[[Call], Tensor]
 """A path that is prepared for all calls of the same sizes, strides and types."""
 
 
+def _by_address(call: Call, run: Callable[[Call, Call, On], Tensor]) -> Run:
+    """Make a path of what takes a call, what its launches are given for its tensors, and how they are launched.
+
+    They are given tensors until Triton has compiled all kernels, then addresses, which are asked for once.
+    """
+    from torch_epilora.ops.triton.launch import stream_for
+
+    device, compiled = call.x.get_device(), False
+
+    def path(call: Call) -> Tensor:
+        nonlocal compiled
+        at, every = _addresses(call)
+        stream = stream_for(device, every)
+        if compiled and stream is not None:
+            return run(call, at, stream)
+        y = run(call, call, call.x)
+        compiled = compiled or stream is not None
+        return y
+
+    return path
+
+
+def _addresses(call: Call) -> tuple[Call, list[int]]:
+    """Put addresses in the place of a call's tensors on the GPU, and list them all."""
+    singles = [None if t is None else t.data_ptr() for t in (*call[:6], *call[9:15])]
+    a, b, b_bias = (tuple([t.data_ptr() for t in several]) for several in call[6:9])
+    at = Call._make((*singles[:6], a, b, b_bias, *singles[6:], call.no_adapter, call.compute))
+    return at, [*filter(None, singles), *a, *b, *b_bias]
+
+
 def _pdl(call: Call) -> bool:
     """Whether kernels may be launched as dependents of the one before; finding out compiles a kernel, once."""
-    if _capability(call.x.device) < (9, 0):
-        return False
-    from torch_epilora.ops.triton.pdl import pdl_works
-
-    return pdl_works(call.x.device)
+    device = call.x.device
+    return _capability(device) >= (9, 0) and _pdl_module().pdl_works(device)
 
 
-def _k1(call: Call, plan: Plan, *, pdl: bool) -> Callable[[Call, list], None]:
-    """Prepare K1; it appends to a list h = x A^T and scratch memory to hold until what runs beside K1 is launched."""
+@cache
+def _pdl_module():
+    """Import what needs Triton once: the statement takes half a microsecond at each call."""
+    from torch_epilora.ops.triton import pdl
+
+    return pdl
+
+
+def _k1(call: Call, plan: Plan, *, pdl: bool) -> Callable[[Call, On], tuple]:
+    """Prepare K1; it returns h = x A^T and the memory to hold until h is used and what runs beside K1 is launched."""
     from torch_epilora.ops.triton.shrink import prepare_shrink
 
     shrink = prepare_shrink(call.x, call.a, call.rank, call.scaling, call.groups, plan.shrink, pdl=pdl)
-    return lambda call, made: made.append(shrink(call.x, call.a, call.rank, call.scaling, call.groups))
+    return lambda at, on: shrink(at.x, at.a, at.rank, at.scaling, at.rows, on)
 
 
-def _operands(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor, Tensor | None]]:
-    """Prepare h, and beside K1 the GEMM's operand and its scale."""
-    beside = _pdl(call) and _quantizer(call) >= 0
+def _operands(call: Call, plan: Plan) -> Callable[[Call, Call, On], tuple]:
+    """Prepare h and beside K1 the GEMM's operand and its scale; what it returns ends with memory to hold until then."""
+    from torch_epilora.ops.triton.quantize import empty_codes, prepare_quantize
+
+    mode = _quantizer(call)
+    beside = _pdl(call) and mode >= 0
     k1 = _k1(call, plan, pdl=beside)
+    if mode < 0:
+        return lambda call, at, on: (*k1(at, on), *_given(call))
+    (m, k), device = call.x.shape, call.x.device
+    quantize = prepare_quantize(call.x, mode, beside=beside)
 
-    def run(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        made: list = []
-        before = partial(k1, call, made)
-        if not beside:
-            before()
-        x, scale = _quantized(call, before=before if beside else None)
-        return made[0][0], x, scale
+    def run(call: Call, at: Call, on: On) -> tuple:
+        codes, scale = empty_codes(m, k, mode, device)
+        scale = call.x_scale if scale is None else scale
+        h, held = k1(at, on)
+        quantize(at.x, codes, scale, on)
+        return h, held, codes, scale
 
     return run
 
@@ -163,8 +208,12 @@ def _decode(call: Call, plan: Plan, *, bare: bool = False) -> Callable[..., Tens
     )  # fmt: skip
 
 
-K2 = Callable[[Call, Tensor | None, Tensor, Tensor | None], Tensor]
-"""A GEMM that is prepared: a call, h (None for the bare base), the operand and its scale."""
+K2 = Callable[..., Tensor]
+"""A GEMM that is prepared.
+
+It takes a call, what launches are given for it, and how they are launched; h (None for the bare base), the operand and
+its scale, both tensors.
+"""
 
 
 def _fused(call: Call, plan: Plan) -> Run:
@@ -172,15 +221,20 @@ def _fused(call: Call, plan: Plan) -> Run:
     tma = _tma(call, plan, bare=not call.has_adapters)
     k2 = tma if tma is not None else _k2(call, plan)
     if not call.has_adapters:
-        return lambda call: k2(call, None, *_quantized(call))
+        return lambda call: k2(call, call, call.x, None, *_quantized(call))
     operands = _operands(call, plan)
-    return lambda call: k2(call, *operands(call))
+
+    def run(call: Call, at: Call, on: On) -> Tensor:
+        h, _held, x, scale = operands(call, at, on)
+        return k2(call, at, on, h, x, scale)
+
+    return _by_address(call, run) if tma is not None else lambda call: run(call, call, call.x)
 
 
 def _k2(call: Call, plan: Plan) -> K2:
     from torch_epilora.ops.triton.linear import linear
 
-    def run(call: Call, h: Tensor | None, x: Tensor, scale: Tensor | None) -> Tensor:
+    def run(call: Call, at: Call, on: On, h: Tensor | None, x: Tensor, scale: Tensor | None) -> Tensor:
         if h is None:
             return _own_gemm(call, plan, x, scale)
         return linear(
@@ -201,6 +255,9 @@ def _tma(call: Call, plan: Plan, *, bare: bool) -> K2 | None:
     def adapters(call: Call) -> tuple:
         return ([], [], None, None, None) if bare else (call.b, call.b_bias, call.rank, call.scaling, call.groups)
 
+    def run(call: Call, at: Call, on: On, h, x: Tensor, scale: Tensor) -> Tensor:
+        return tma(x, scale, call.weight, at.weight_scale, at.bias, h, *adapters(at), on)
+
     m, k = call.x.shape
     stride_cm, stride_sm = k, scale_stride(k, _quantizer(call))
     if call.x_codes is not None and call.x_scale is not None:
@@ -208,50 +265,51 @@ def _tma(call: Call, plan: Plan, *, bare: bool) -> K2 | None:
     tma = prepare_tma(
         call.x, stride_cm, stride_sm, call.weight, call.bias, call.layout, plan.tma, *adapters(call)
     )  # fmt: skip
-    return lambda call, h, x, scale: tma(x, scale, call.weight, call.weight_scale, call.bias, h, *adapters(call))
+    return run
 
 
-def _base(call: Call, plan: Plan) -> Callable[[Call, Tensor, Tensor | None], Tensor]:
+def _base(call: Call, plan: Plan) -> K2:
     """Prepare the plan's GEMM."""
     tma = _tma(call, plan, bare=True) if plan.base == "tma" else None
     if tma is not None:
-        return lambda call, x, scale: tma(call, None, x, scale)
-
-    def run(call: Call, x: Tensor, scale: Tensor | None) -> Tensor:
-        if plan.base == "vendor" and scale is not None and checks.aligned(x, call.weight, call.bias):
-            return _vendor_gemm(call, x, scale)
-        return _own_gemm(call, plan, x, scale)
-
-    return run
+        return tma
+    layout = call.layout
+    # codes that are made have rows of K
+    rows = checks.aligned(call.x_codes, call.weight, call.bias) and call.x.shape[1] % 16 == 0
+    if plan.base == "vendor" and call.compute == "w8a8" and rows:
+        return lambda call, at, on, h, x, scale: _vendor_gemm(call, layout, x, scale)
+    return lambda call, at, on, h, x, scale: _own_gemm(call, plan, x, scale)
 
 
 def _hybrid(call: Call, plan: Plan) -> Run:
     """K1, a GEMM, then the expand into its output, which is so rounded twice: by the GEMM and by the addition."""
     from torch_epilora.ops.triton.expand import prepare_expand
+    from torch_epilora.ops.triton.launch import address
 
     if not call.has_adapters:
         base = _base(call, plan)
-        return lambda call: base(call, *_quantized(call))
+        return lambda call: base(call, call, call.x, None, *_quantized(call))
     expand = prepare_expand(
         call.x.shape[0], call.weight.shape[0], call.a[0].shape[1], call.b, call.b_bias, call.rank, call.scaling,
         call.groups, plan.expand, pdl=_pdl(call),
     )  # fmt: skip
     product = _around_decode(call, plan) if plan.base == "decode" else _around(call, plan)
 
-    def run(call: Call) -> Tensor:
-        h, y = product(call)
-        expand(y, h, call.b, call.b_bias, call.rank, call.scaling, call.groups)
+    def run(call: Call, at: Call, on: On) -> Tensor:
+        h, _held, y = product(call, at, on)
+        expand(address(y, on), h, at.b, at.b_bias, at.rank, at.scaling, at.rows, on)
         return y
 
-    return run
+    return _by_address(call, run)
 
 
-def _around(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor]]:
+def _around(call: Call, plan: Plan) -> Callable[[Call, Call, On], tuple]:
+    """Prepare h, memory to hold while it is used, and the base's output."""
     operands, base = _operands(call, plan), _base(call, plan)
 
-    def run(call: Call) -> tuple[Tensor, Tensor]:
-        h, x, scale = operands(call)
-        return h, base(call, x, scale)
+    def run(call: Call, at: Call, on: On) -> tuple:
+        h, held, x, scale = operands(call, at, on)
+        return h, held, base(call, at, on, None, x, scale)
 
     return run
 
@@ -260,15 +318,15 @@ _pair = Lock()
 """Held while K1 and a decode kernel beside it are launched: two such kernels of one stream would share counters."""
 
 
-def _around_decode(call: Call, plan: Plan) -> Callable[[Call], tuple[Tensor, Tensor]]:
+def _around_decode(call: Call, plan: Plan) -> Callable[[Call, Call, On], tuple]:
     """K1 and beside it a decode kernel, which quantizes and multiplies."""
     k1, decode = _k1(call, plan, pdl=_pdl(call)), _decode(call, plan, bare=True)
 
-    def run(call: Call) -> tuple[Tensor, Tensor]:
+    def run(call: Call, at: Call, on: On) -> tuple:
         made: list = []
         with _pair:
-            y = decode(call, partial(k1, call, made))
-        return made[0][0], y
+            y = decode(call, lambda: made.extend(k1(at, on)))
+        return *made, y
 
     return run
 
@@ -316,13 +374,13 @@ def replan() -> None:
 
 def _likeness(call: Call) -> tuple:
     """All that checking, planning and preparing a call ask of it: calls with the same likeness run the same way."""
-    found = [call.compute, len(call.a), len(call.b)]
-    for t in (*call[:6], *call.a, *call.b, *call.b_bias, *call[9:16]):
-        found += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
-    flag = call.no_adapter
-    found.append(flag.item() if flag.numel() == 1 and flag.device.type == "cpu" else None)
-    found.append(call.weight.data_ptr() % 16)
-    return tuple(found)
+    tensors = *call[:6], *call[9:15], *call.a, *call.b, *call.b_bias
+    flag, off = call.no_adapter, [0 if t is None else t.data_ptr() % 16 for t in (call.x_codes, call.weight, call.bias)]
+    return (
+        call.compute, len(call.a), len(call.b), *off,
+        flag.dtype, flag.is_cpu, flag.numel(), flag.item() if flag.is_cpu and flag.numel() == 1 else None,
+        *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors],
+    )  # fmt: skip
 
 
 def _linear(name: str | None):
@@ -331,7 +389,12 @@ def _linear(name: str | None):
     def kernel(*arguments) -> Tensor:
         call = Call(*arguments)
         key = name, _pdl(call), _likeness(call)
-        return remember(_runs, key, lambda: _prepare(name, call))(call)
+        run = _runs.get(key) or remember(_runs, key, lambda: _prepare(name, call))
+        device = call.x.get_device()
+        if device < 0 or device == torch.cuda.current_device():
+            return run(call)
+        with torch.cuda.device(device):
+            return run(call)
 
     return kernel
 

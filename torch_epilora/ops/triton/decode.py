@@ -342,7 +342,8 @@ def decode(
     run = prepare_decode(
         x, x_codes, x_scale, weight, bias, layout, config, quantize, pdl, a, b, b_bias, rank, scaling, groups, h
     )
-    return run(x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, groups, h)
+    with on_device(x):
+        return run(x, x_codes, x_scale, weight, weight_scale, bias, a, b, b_bias, rank, scaling, groups, h)
 
 
 def prepare_decode(
@@ -390,16 +391,15 @@ def prepare_decode(
         if quantize >= 0:
             operand, made = q.empty_codes(m, k, quantize, device, terms=codes)
             x_scale = x_scale if made is None else made
-        with on_device(x):
-            signal = take_signal(device, HEADER + tiles) if waits else y
-            if before is not None:
-                before()
-            kernel(
-                x, x, operand, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
-                planes, h, signal, tuple(a) or (y,), tuple(b) or (y,), tuple(b_bias) or (y,),
-                y if rank is None else rank, y if scaling is None else scaling,
-                *(groups[:4] if groups is not None else (y, y, y, y)),
-            )  # fmt: skip
+        signal = take_signal(device, HEADER + tiles) if waits else y
+        if before is not None:
+            before()
+        kernel(
+            x, x, operand, x if x_scale is None else x_scale, weight, weight_scale, y if bias is None else bias, y,
+            planes, h, signal, tuple(a) or (y,), tuple(b) or (y,), tuple(b_bias) or (y,),
+            y if rank is None else rank, y if scaling is None else scaling,
+            *(groups[:4] if groups is not None else (y, y, y, y)),
+        )  # fmt: skip
         return y
 
     return run

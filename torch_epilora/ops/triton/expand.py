@@ -124,7 +124,9 @@ def prepare_expand(
     m: int, stride_ym: int, r: int, b: list[Tensor], b_bias: list[Tensor], rank: Tensor | None,
     scaling: Tensor | None, groups: Groups, config: Expand, *, pdl: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
-    """Prepare the expand for all operands of these sizes, strides and types; what is returned takes expand_add's.
+    """Prepare the expand for all operands of these sizes, strides and types.
+
+    What is returned takes expand_add's, and where it is there ``on`` (:data:`On`).
 
     Where ``pdl`` is there, an early one is a dependent of the kernel before: when that one starts, all but y and h must
     be there.
@@ -135,10 +137,10 @@ def prepare_expand(
         stride_or_zero(scaling), rank is not None, scaling is not None, bool(b_bias), pdl and config.early, config,
     )  # fmt: skip
 
-    def run(y, h, b, b_bias, rank, scaling, groups):
+    def run(y, h, b, b_bias, rank, scaling, groups, on=None):
         expand(
-            y, y, h, tuple(b), tuple(b_bias) or (y,), y if rank is None else rank, y if scaling is None else scaling,
-            *groups[:4],
+            y if on is None else on, y, h, tuple(b), tuple(b_bias) or (y,), y if rank is None else rank,
+            y if scaling is None else scaling, *groups[:4],
         )  # fmt: skip
 
     return run

@@ -5,12 +5,15 @@ kernel that it compiled the time before. A :class:`Launch` keeps the kernel that
 """
 
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from torch_epilora.ops.checks import On
 from torch_epilora.ops.memory import remember
 
 Shape = tuple[tuple[int, ...], tuple, dict]
@@ -40,16 +43,20 @@ class Launch:
         self._grid, self._integers, self._constants = shape
         self._ready: tuple | None = None
 
-    def __call__(self, on: Tensor, *pointers) -> None:
-        """Launch on the GPU of ``on``, whichever is the current one, or in Triton's interpreter on the CPU.
+    def __call__(self, on: On, *pointers) -> None:
+        """Launch on the GPU of a tensor, whichever is the current one, or in Triton's interpreter on the CPU.
 
         Parameters
         ----------
-        on : Tensor
-            Names the device.
+        on : Tensor or int
+            A tensor names the device. A number is a stream of the current one; the kernel that was kept runs there.
         *pointers
-            Tensors, tuples of tensors, and tensor descriptors.
+            Tensors, tuples of tensors, and tensor descriptors; on a stream, addresses in place of the tensors.
         """
+        if type(on) is int:
+            run, function, metadata, grid, rest = self._ready  # type: ignore[misc]
+            run(*grid, on, function, metadata, None, None, None, *pointers, *rest)
+            return
         device = on.get_device()
         if device < 0:
             self._kernel[self._grid](*pointers, *self._integers, **self._constants)
@@ -76,8 +83,7 @@ class Launch:
                 seen |= address
         if self._ready is not None and not seen & _ALIGNMENT and not _watched():
             run, function, metadata, grid, rest = self._ready
-            stream = triton.runtime.driver.active.get_current_stream(device)
-            run(*grid, stream, function, metadata, None, None, None, *addresses, *rest)
+            run(*grid, raw_stream(device), function, metadata, None, None, None, *addresses, *rest)
             return
         compiled = self._kernel[self._grid](*pointers, *self._integers, **self._constants)
         if compiled is not None and not seen & _ALIGNMENT:
@@ -107,6 +113,23 @@ def kept(kernel, kinds: tuple, shape: Callable[..., Shape], *values) -> Launch:
         The launch, still to be called.
     """
     return remember(_kept, (shape, kinds, values), lambda: Launch(kernel, shape(*values)))
+
+
+def address(t: Tensor, on: On):
+    """Name a tensor as a launch there takes it."""
+    return t.data_ptr() if type(on) is int else t
+
+
+def stream_for(device: int, addresses: list[int]) -> int | None:
+    """Find the current device's stream to launch on by address; None where Triton's own launch has to look first."""
+    if device < 0 or reduce(or_, addresses) & _ALIGNMENT or _watched():
+        return None
+    return raw_stream(device)
+
+
+def raw_stream(device: int) -> int:
+    """Handle of a device's current stream, without the object that torch makes of it."""
+    return triton.runtime.driver.active.get_current_stream(device)
 
 
 def _watched() -> bool:

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_wait
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK
 from torch_epilora.ops.reference import FP8_MAX, MIN_GROUP_AMAX, MIN_SCALE
-from torch_epilora.ops.triton.launch import Shape, kept
+from torch_epilora.ops.triton.launch import Shape, address, kept
 
 TOKEN, GROUP, STATIC = 0, 1, 2
 TERMS = 3
@@ -197,10 +197,11 @@ def row_block(k: int) -> int:
 
 def empty_codes(rows: int, k: int, mode: int, device: torch.device, *, terms: int = 1) -> tuple[Tensor, Tensor | None]:
     """Room for what a mode makes of rows of K: ``terms`` codes of each value, and their scales but for STATIC."""
-    codes = torch.empty((rows * terms, k), dtype=torch.float8_e4m3fn, device=device)
+    codes = torch.empty_strided((rows * terms, k), (k, 1), dtype=torch.float8_e4m3fn, device=device)
     if mode == STATIC:
         return codes, None
-    return codes, torch.empty((rows, scale_stride(k, mode)), dtype=torch.float32, device=device)
+    groups = scale_stride(k, mode)
+    return codes, torch.empty_strided((rows, groups), (groups, 1), dtype=torch.float32, device=device)
 
 
 def scale_stride(k: int, mode: int) -> int:
@@ -208,24 +209,30 @@ def scale_stride(k: int, mode: int) -> int:
     return 0 if mode in (-1, STATIC) else cdiv(k, BLOCK) if mode == GROUP else 1
 
 
-def quantize(
-    x: Tensor, mode: int, scale: Tensor | None = None, *, before: Callable[[], None] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Launch the quantizer over x [M, K]; ``scale`` is read in STATIC mode and made otherwise.
-
-    ``before`` launches a kernel beside which the quantizer runs, which must let it and must not make x. It is called
-    once all that the quantizer writes has been taken: memory that is let go of in between may be in use.
-    """
+def quantize(x: Tensor, mode: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Launch the quantizer over x [M, K]; ``scale`` is read in STATIC mode and made otherwise."""
     m, k = x.shape
     codes, made = empty_codes(m, k, mode, x.device)
-    if made is not None:
-        scale = made
-    if before is not None:
-        before()
+    scale = scale if made is None else made
     if m and k:
-        kinds = x.get_device(), x.dtype
-        values = m, k, x.stride(0), scale_stride(k, mode), mode, before is not None
-        kept(quantize_kernel, kinds, _quantize_shape, *values)(x, x, codes, scale)
+        prepare_quantize(x, mode)(x, codes, scale)
     elif m and made is not None and mode == TOKEN:
         made.fill_(MIN_SCALE)
     return codes, scale  # type: ignore[return-value]  # STATIC has one given
+
+
+def prepare_quantize(x: Tensor, mode: int, *, beside: bool = False) -> Callable[..., None]:
+    """Prepare the quantizer for all x of this size, stride and type: it takes x, the codes, their scale and ``on``.
+
+    ``beside``: it runs beside the kernel before, which must let it and must not make x. All that it writes is taken
+    before that kernel is launched: memory that is let go of in between may be in use.
+    """
+    m, k = x.shape
+    values = m, k, x.stride(0), scale_stride(k, mode), mode, beside
+    launch = kept(quantize_kernel, (x.get_device(), x.dtype), _quantize_shape, *values)
+
+    def run(x, codes: Tensor, scale: Tensor, on=None):
+        on = x if on is None else on
+        launch(on, x, address(codes, on), address(scale, on))
+
+    return run

@@ -12,7 +12,7 @@ from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Shrink
 from torch_epilora.ops.triton.common import on_device, pick, row_tile, slot_rank, slot_scaling, tile_rows
-from torch_epilora.ops.triton.launch import Shape, kept
+from torch_epilora.ops.triton.launch import Shape, address, kept
 from torch_epilora.ops.triton.signals import HEADER, take_signal
 from torch_epilora.ops.triton.sync import arrive
 
@@ -147,38 +147,47 @@ def shrink(
     Tensor
         h [M, slices, R] of x's dtype; without ``out``, rows without an adapter are not written.
     """
-    return prepare_shrink(x, a, rank, scaling, groups, config)(x, a, rank, scaling, groups, out)[0]
+    with on_device(x):
+        return prepare_shrink(x, a, rank, scaling, groups, config)(x, a, rank, scaling, groups, out=out)[0]
 
 
 def prepare_shrink(
     x: Tensor, a: list[Tensor], rank: Tensor | None, scaling: Tensor | None, groups: Groups, config: Shrink, *,
     pdl: bool = False,
-) -> Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]]:  # fmt: skip
+) -> Callable[..., tuple]:  # fmt: skip
     """Prepare K1 for all operands of these sizes, strides and types.
 
-    What is returned takes x, a, rank, scaling, groups, and where it is there ``out``; it makes h and names K1's
-    scratch memory. ``pdl`` lets the next kernel run beside K1: who launches one takes what it writes before, and holds
-    the scratch memory until then.
+    What is returned takes x, a, rank, scaling, groups, and where they are there ``on`` (:data:`On`) and ``out``; it
+    makes h and names the memory to hold while h is used. ``pdl`` lets the next kernel run beside K1: who launches one
+    takes what it writes before, and holds the memory until then.
     """
     (m, k), (slots, r, _), slices, num_groups = x.shape, a[0].shape, len(a), groups.ids.shape[0]
-    split, dtype = config.split_k, x.dtype
+    split, dtype, device = config.split_k, x.dtype, x.device
     tiles = row_tiles(m, num_groups, config.block_m) * slices * cdiv(r, config.block_r)
     launch = kept(
         shrink_kernel, (x.get_device(), dtype), _shrink_shape, m, k, r, slices, num_groups, slots, tiles, x.stride(0),
         a[0].stride(0), a[0].stride(1), stride_or_zero(rank), stride_or_zero(scaling), rank is not None,
         scaling is not None, pdl, config,
     )  # fmt: skip
+    count = m * slices * r
+    planes_at = cdiv(count * dtype.itemsize, 16) * 4  # h, then the planes, in one piece of memory
+    room_size = (planes_at + (split * count if split > 1 else 0),)
 
-    def run(x, a, rank, scaling, groups, out=None):
-        h = torch.empty((m, slices, r), dtype=dtype, device=x.device) if out is None else out
-        planes = torch.empty((split, m, slices, r), dtype=torch.float32, device=x.device) if split > 1 else h
-        with on_device(x):
-            signal = take_signal(x.device, HEADER + tiles) if split > 1 else h
-            launch(
-                x, x, planes, h, signal, tuple(a), x if rank is None else rank, x if scaling is None else scaling,
-                *groups[:4],
-            )  # fmt: skip
-        return h, (planes, signal)
+    def run(x, a, rank, scaling, groups, on=None, out=None):
+        on = x if on is None else on
+        room = torch.empty_strided(room_size, (1,), dtype=torch.float32, device=device)
+        if type(on) is int:
+            h = room.data_ptr()
+            planes = h + 4 * planes_at
+        else:
+            h = room.view(dtype)[:count].view(m, slices, r) if out is None else out
+            planes = room[planes_at:] if split > 1 else room
+        signal = take_signal(device, HEADER + tiles) if split > 1 else room
+        launch(
+            on, x, planes, h, address(signal, on), tuple(a), x if rank is None else rank,
+            x if scaling is None else scaling, *groups[:4],
+        )  # fmt: skip
+        return h, (room, signal)
 
     return run
 

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from torch_epilora.ops.triton.launch import raw_stream
+
 COUNTERS, BESIDE, HEADER = 3, 4, 8
 """A decode kernel's counters are the first integers of a signal, or those from BESIDE on where it runs beside K1 and so
 does not wait for the kernel before. From HEADER on stands one for each tile of h."""
@@ -43,7 +45,7 @@ def take_signal(device: torch.device, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
         return _captured(device, size)
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = raw_stream(device.index)
     # one handle names another stream in each thread
     key = device, stream, threading.get_ident() if stream == _PER_THREAD else 0
     signal = _of_streams.get(key)

@@ -16,7 +16,7 @@ from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import Groups
 from torch_epilora.ops.plan import Tma
 from torch_epilora.ops.triton.common import pick, rows_at, slot_scaling, sum_of, walk_tiles
-from torch_epilora.ops.triton.launch import Shape, kept
+from torch_epilora.ops.triton.launch import Shape, address, kept
 from torch_epilora.ops.triton.linear import settle
 from torch_epilora.ops.triton.shrink import stride_or_zero
 
@@ -105,7 +105,8 @@ def prepare_tma(
     """Prepare K2 for all operands of these sizes, strides and types; without ``b`` it computes the bare base.
 
     ``stride_cm`` and ``stride_sm`` are the row strides of x's codes and of their scale, 0 for one scale of all rows.
-    What is returned takes the codes, their scale, the weight, its scale, bias, h, b, b_bias, rank, scaling and groups.
+    What is returned takes the codes, their scale, the weight, its scale, bias, h, b, b_bias, rank, scaling, groups, and
+    where it is there ``on`` (:data:`On`); the codes, their scale and the weight are tensors on a stream too.
     """
     (m, k), n, dtype, lora = x.shape, weight.shape[0], x.dtype, bool(b)
     launch = kept(
@@ -115,17 +116,23 @@ def prepare_tma(
         stride_or_zero(rank), stride_or_zero(scaling), layout, lora, rank is not None, scaling is not None,
         bool(b_bias), bias is not None, config,
     )  # fmt: skip
-    block = [config.block_n, config.block_k]
+    descriptor = vars(TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]))
+    del descriptor["base"]
+    device = x.device
 
-    def run(codes, scale, weight, weight_scale, bias, h, b, b_bias, rank, scaling, groups):
-        y = torch.empty((m, n), dtype=dtype, device=codes.device)
+    def run(codes, scale, weight, weight_scale, bias, h, b, b_bias, rank, scaling, groups, on=None):
+        on = codes if on is None else on
+        made = torch.empty_strided((m, n), (n, 1), dtype=dtype, device=device)
+        y = address(made, on)
+        # what making a descriptor checks was found to be so when this was prepared
+        weights = TensorDescriptor.__new__(TensorDescriptor)
+        weights.__dict__.update(descriptor, base=weight)
         launch(
-            codes, TensorDescriptor.from_tensor(weight, block), codes, scale, weight_scale,
-            y if bias is None else bias, y, y if h is None else h, tuple(b) or (y,), tuple(b_bias) or (y,),
-            y if rank is None else rank, y if scaling is None else scaling,
-            *(groups[:4] if lora else (y, y, y, y)),
+            on, weights, address(codes, on), address(scale, on), weight_scale, y if bias is None else bias, y,
+            y if h is None else h, tuple(b) or (y,), tuple(b_bias) or (y,), y if rank is None else rank,
+            y if scaling is None else scaling, *(groups[:4] if lora else (y, y, y, y)),
         )  # fmt: skip
-        return y
+        return made
 
     return run
 
