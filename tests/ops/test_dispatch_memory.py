@@ -32,6 +32,7 @@ PATHS = ["decode", "fused", "hybrid"]
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_runs", {})
+    monkeypatch.setattr(dispatch, "_last", {})
     monkeypatch.setattr(dispatch, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(dispatch, "_gpu", lambda device: "none")
     monkeypatch.setattr(pdl, "pdl_works", lambda device: False)
@@ -112,6 +113,37 @@ OTHERS: dict[str, Callable[[Case], Case]] = {
 }
 
 
+@pytest.fixture(params=["torch's check", "none"])
+def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own check of tensors and without."""
+    assert memory.TensorGuards is not None
+    if request.param == "none":
+        monkeypatch.setattr(memory, "TensorGuards", None)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("change", [
+    lambda t: t[:1], lambda t: t.t(), lambda t: wider(t), lambda t: t.view(torch.int16), lambda t: t[None],
+    lambda t: t.to("meta"),
+])  # fmt: skip
+def test_tensors_are_alike_whose_sizes_strides_types_and_devices_are(change: Callable[[Tensor], Tensor]) -> None:
+    first, second = (torch.zeros(2, 2, dtype=torch.bfloat16) for _ in range(2))
+    alike = memory.like([first, second])
+    assert alike(second, first) and alike(first, first.clone())
+    assert not alike(first, change(second)) and not alike(change(first), second)
+
+
+def test_calls_that_take_turns_are_prepared_once_each(prepared: list) -> None:
+    """One layer's metadata may be longer than the next one's."""
+    case = small()
+    longer = replace(case, groups=case.groups._replace(starts=torch.cat([case.groups.starts, torch.zeros(3).int()])))
+    run = dispatch._linear("fused")
+    for one in (case, longer, case, longer):
+        assert sqnr(run(*one.args()), oracle(case)) > 40
+    assert len(prepared) == len(dispatch._runs) == 2 and len(dispatch._last) == 1
+
+
+@pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_differs_is_prepared_anew_and_right(name: str, prepared: list) -> None:
     first = small()
@@ -268,7 +300,7 @@ def test_what_is_kept_is_bounded_and_holds_no_tensor(monkeypatch: pytest.MonkeyP
     for m in range(1, 6):
         case = small(m=m)
         dispatch._linear("hybrid")(*case.args())
-        assert 1 <= len(dispatch._runs) <= 2
+        assert 1 <= len(dispatch._runs) <= 2 and 1 <= len(dispatch._last) <= 2
     held = [weakref.ref(t) for t in (case.x, case.weight, *case.a, *case.b)]
     del case
     gc.collect()

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch_epilora.ops import checks, reference
 from torch_epilora.ops.checks import Call, Groups, On
 from torch_epilora.ops.choice import choose
-from torch_epilora.ops.memory import remember
+from torch_epilora.ops.memory import like, remember
 from torch_epilora.ops.plan import Plan, Problem, make_plan, refusal, through, unsupported
 from torch_epilora.ops.schemas import LINEAR_OPS, SCHEMAS, library
 
@@ -85,25 +85,30 @@ def _own_gemm(call: Call, plan: Plan, x: Tensor, scale: Tensor | None) -> Tensor
     return linear(x, scale, call.weight, call.weight_scale, call.bias, call.layout, call.x.dtype, plan.gemm)
 
 
-def _vendor_gemm(call: Call, layout: str, x: Tensor, scale: Tensor) -> Tensor:
-    """Multiply codes by the base weight with ``torch._scaled_mm``, row-wise or 1x128 groups by 128x128 blocks."""
-    m, n = x.shape[0], call.weight.shape[0]
-    if layout == "block":
-        # scales lie column by column, and columns start at multiples of 16 bytes: rows come in fours
-        x = functional.pad(x.view(torch.uint8), (0, 0, 0, -m % 4)).view(x.dtype) if m % 4 else x
-        scale = functional.pad(scale, (0, 0, 0, -m % 4)).t().contiguous().t()
-        weight_scale = call.weight_scale.t()
-    else:
-        if scale.shape != (m, 1):
+def _vendor(call: Call) -> Callable[[Call, Tensor, Tensor], Tensor]:
+    """Prepare ``torch._scaled_mm`` of codes by the base weight, row-wise or 1x128 groups by 128x128 blocks."""
+    m, n, dtype, layout = call.x.shape[0], call.weight.shape[0], call.x.dtype, call.layout
+
+    def by_row(call: Call, x: Tensor, scale: Tensor) -> Tensor:
+        if scale.dim() != 2:
             scale = scale.view(-1, 1) if scale.numel() == m else scale.view(1, 1).expand(m, 1).contiguous()
         weight_scale = call.weight_scale.view(1, -1)
         if layout == "tensor" and n > 1:
             weight_scale = weight_scale.expand(1, n).contiguous()
-    y = torch._scaled_mm(
-        x.contiguous(), call.weight.t(), scale, weight_scale, bias=call.bias, out_dtype=call.x.dtype,
-        use_fast_accum=layout != "block",
-    )  # fmt: skip
-    return y if y.shape[0] == m else y[:m]
+        return torch._scaled_mm(
+            x.contiguous(), call.weight.t(), scale, weight_scale, bias=call.bias, out_dtype=dtype, use_fast_accum=True
+        )
+
+    def by_block(call: Call, x: Tensor, scale: Tensor) -> Tensor:
+        # scales lie column by column, and columns start at multiples of 16 bytes: rows come in fours
+        x = functional.pad(x.view(torch.uint8), (0, 0, 0, -m % 4)).view(x.dtype) if m % 4 else x.contiguous()
+        scale = functional.pad(scale, (0, 0, 0, -m % 4)).t().contiguous().t()
+        y = torch._scaled_mm(
+            x, call.weight.t(), scale, call.weight_scale.t(), bias=call.bias, out_dtype=dtype, use_fast_accum=False
+        )
+        return y[:m] if m % 4 else y
+
+    return by_block if layout == "block" else by_row
 
 
 Run = Callable[[Call], Tensor]
@@ -135,7 +140,7 @@ def _by_address(call: Call, run: Callable[[Call, Call, On], Tensor]) -> Run:
 def _addresses(call: Call) -> tuple[Call, list[int]]:
     """Put addresses in the place of a call's tensors on the GPU, and list them all."""
     singles = [None if t is None else t.data_ptr() for t in (*call[:6], *call[9:15])]
-    a, b, b_bias = (tuple([t.data_ptr() for t in several]) for several in call[6:9])
+    a, b, b_bias = [tuple([t.data_ptr() for t in several]) for several in call[6:9]]
     at = Call._make((*singles[:6], a, b, b_bias, *singles[6:], call.no_adapter, call.compute))
     return at, [*filter(None, singles), *a, *b, *b_bias]
 
@@ -273,11 +278,11 @@ def _base(call: Call, plan: Plan) -> K2:
     tma = _tma(call, plan, bare=True) if plan.base == "tma" else None
     if tma is not None:
         return tma
-    layout = call.layout
     # codes that are made have rows of K
-    rows = checks.aligned(call.x_codes, call.weight, call.bias) and call.x.shape[1] % 16 == 0
-    if plan.base == "vendor" and call.compute == "w8a8" and rows:
-        return lambda call, at, on, h, x, scale: _vendor_gemm(call, layout, x, scale)
+    aligned = checks.aligned(call.x_codes, call.weight, call.bias) and call.x.shape[1] % 16 == 0
+    if plan.base == "vendor" and call.compute == "w8a8" and aligned:
+        vendor = _vendor(call)
+        return lambda call, at, on, h, x, scale: vendor(call, x, scale)
     return lambda call, at, on, h, x, scale: _own_gemm(call, plan, x, scale)
 
 
@@ -365,22 +370,38 @@ def _forced(name: str, problem: Problem) -> Plan:
 
 
 _runs: dict[tuple, Run] = {}
+_last: dict[tuple, tuple[Callable[..., bool], Run]] = {}
+"""By the cheap half of what they ask of a call: the runs that were found last, and what tells the other half."""
 
 
 def replan() -> None:
     """Plan calls anew, as tables of measured plans have changed; what a CUDA graph captured stays as it is."""
     _runs.clear()
+    _last.clear()
 
 
-def _likeness(call: Call) -> tuple:
-    """All that checking, planning and preparing a call ask of it: calls with the same likeness run the same way."""
-    tensors = *call[:6], *call[9:15], *call.a, *call.b, *call.b_bias
-    flag, off = call.no_adapter, [0 if t is None else t.data_ptr() % 16 for t in (call.x_codes, call.weight, call.bias)]
+def _traits(call: Call, tensors: list[Tensor]) -> tuple:
+    """All that checking, planning and preparing a call ask of it, but for its tensors' sizes, strides and so on."""
+    flag = call.no_adapter
     return (
-        call.compute, len(call.a), len(call.b), *off,
-        flag.dtype, flag.is_cpu, flag.numel(), flag.item() if flag.is_cpu and flag.numel() == 1 else None,
-        *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors],
+        call.compute, len(call.a), len(call.b), len(tensors), call.x_codes is None, call.x_scale is None,
+        call.bias is None, call.rank is None, call.scaling is None,
+        *[0 if t is None else t.data_ptr() % 16 for t in (call.x_codes, call.weight, call.bias)],
+        flag.item() if flag.is_cpu and flag.numel() == 1 else None, call.x.shape, call.weight.shape,
     )  # fmt: skip
+
+
+def _find(name: str | None, call: Call) -> Run:
+    """Prepare a call, or find what was prepared for one like it: all that has been asked of them is the same."""
+    tensors = [t for t in (*call[:6], *call[9:16], *call.a, *call.b, *call.b_bias) if t is not None]
+    traits = name, _pdl(call), *_traits(call, tensors)
+    alike, run = _last.get(traits, (None, None))
+    if alike is None or run is None or not alike(*tensors):
+        key = *traits, *[(t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]
+        run = remember(_runs, key, lambda: _prepare(name, call))
+        _last.pop(traits, None)
+        remember(_last, traits, lambda: (like(tensors), run))
+    return run
 
 
 def _linear(name: str | None):
@@ -388,8 +409,7 @@ def _linear(name: str | None):
 
     def kernel(*arguments) -> Tensor:
         call = Call(*arguments)
-        key = name, _pdl(call), _likeness(call)
-        run = _runs.get(key) or remember(_runs, key, lambda: _prepare(name, call))
+        run = _find(name, call)
         device = call.x.get_device()
         if device < 0 or device == torch.cuda.current_device():
             return run(call)

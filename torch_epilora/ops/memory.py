@@ -1,7 +1,10 @@
 """What is made once for everything alike, and how much of it is kept."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 Made = TypeVar("Made")
 
@@ -18,3 +21,36 @@ def remember(memory: dict[tuple, Made], key: tuple, make: Callable[[], Made]) ->
             memory.clear()
         memory[key] = found
     return found
+
+
+def _tensor_guards() -> Any:
+    """Find ``torch.compile``'s check of many tensors at once, private to torch; None where it is not what it was."""
+    t = torch.empty(2, 2, device="cpu")
+    try:
+        from torch._C._dynamo import guards
+
+        found: Any = guards.TensorGuards
+        check = found(t, dynamic_dims_sizes=[[2, 2]], dynamic_dims_strides=[[2, 1]]).check
+        told = check(t), check(t[:1]), check(t.t()), check(t.int())
+    except Exception:  # whatever a changed one raises: without it a call is slower, never wrong
+        return None
+    return found if told == (True, False, False, False) else None
+
+
+TensorGuards = _tensor_guards()
+
+
+def like(tensors: list[Tensor]) -> Callable[..., bool]:
+    """Make what tells whether as many other tensors have the sizes, strides, types and devices of these.
+
+    By ``torch.compile``'s check where torch has it: one call for all tensors, a sixth of the time.
+    """
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    if TensorGuards is not None:
+        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    kinds = [(t.dtype, t.device) for t in tensors]
+    return lambda *others: (
+        [list(t.shape) for t in others] == sizes
+        and [list(t.stride()) for t in others] == strides
+        and [(t.dtype, t.device) for t in others] == kinds
+    )
