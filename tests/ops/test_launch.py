@@ -104,6 +104,24 @@ def test_the_interpreter_has_every_launch(kernel: Kernel) -> None:
     assert len(kernel.launches) == 2
 
 
+def test_on_a_stream_addresses_are_launched_as_they_are(kernel: Kernel) -> None:
+    one = launch.Launch(kernel, shape())
+    one._on(2, tensors())
+    stream = launch.stream_for(2, [16, 160])
+    assert stream == 102
+    one(stream, 16, (32, 48), 64)
+    ((*_, compiled),) = kernel.launches
+    assert compiled.runs[0][3:] == (102, "function", "metadata", None, None, None, 16, (32, 48), 64, 3, (5, 6), 7, 8)
+
+
+def test_no_stream_is_found_where_triton_has_to_look(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.stream_for(0, [16, 32]) == 100
+    assert launch.stream_for(0, [16, 24, 32]) is None, "an address off 16 bytes"
+    assert launch.stream_for(-1, [16, 32]) is None, "the CPU"
+    monkeypatch.setattr(launch.triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    assert launch.stream_for(0, [16, 32]) is None, "a profiler"
+
+
 # --- launches by what they depend on ----------------------------------------------------------------------------------
 
 
