@@ -15,7 +15,7 @@ The library's systems: ``bare`` has no adapters and ``none`` has them but no row
 the plan chooses, ``decode`` (up to 64 tokens), ``fused`` and ``hybrid`` are its paths; ``ours`` repeats the figure of
 ``auto`` or, where that was not measured, of the path that the plan takes. ``bare_codes``
 and ``decode_codes`` are handed the activations' codes (W8A8). The peers', where installed: ``vllm_bare``, ``vllm_gemm``
-(from codes), ``vllm`` and ``sglang``, see ``benchmarks/peers.py``.
+(from codes), ``vllm``, ``vllm_tuned`` and ``sglang``, see ``benchmarks/peers.py``.
 """
 
 import argparse
@@ -199,7 +199,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     check_out(parser, options.out)
     here = [*OURS, *peers.installed()]
     needs = {
-        name: f"{name} needs vLLM installed" + f", and {sglang_part.VARIABLE} set" * (name == "sglang")
+        name: f"{name} needs vLLM installed" + (f", and {peers.VARIABLES[name]} set" if name in peers.VARIABLES else "")
         for name in options.systems or here
         if name not in here
     }

@@ -1,14 +1,19 @@
 """The peers beside which a projection is timed, each where it is installed.
 
-vLLM's base is its quantizer with its CUTLASS GEMM (Marlin for W8A16), its LoRA the shrink and expand in their default
-launch configurations. SGLang's planned LoRA runner (see :mod:`benchmarks.sglang_part`) takes vLLM's base for its own.
-Both have the scaling folded into B here: vLLM always does that, and SGLang has one scaling for all slices of a slot.
+vLLM's base is its quantizer with its CUTLASS GEMM (Marlin for W8A16), its LoRA the shrink and expand: ``vllm`` in their
+default launch configurations, ``vllm_tuned`` in those of the folder that VLLM_TUNED_CONFIG_FOLDER names, as
+:mod:`benchmarks.tune_vllm` writes it; a size that is not in there takes the nearest one's, as in vLLM. SGLang's planned
+LoRA runner (see :mod:`benchmarks.sglang_part`) takes vLLM's base for its own. All have the scaling folded into B here:
+vLLM always does that, and SGLang has one scaling for all slices of a slot.
 """
 
 import importlib.util
+import os
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import accumulate
+from types import ModuleType
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,8 +22,13 @@ from benchmarks import sglang_part
 from tests.cases import Case
 
 Call = Callable[[], Tensor]
+Lookup = Callable[..., dict[str, int | None]]
+"""What vLLM's shrink and expand ask for their launch configuration."""
 
-NAMES = ("vllm_bare", "vllm_gemm", "vllm", "sglang")
+NAMES = ("vllm_bare", "vllm_gemm", "vllm", "vllm_tuned", "sglang")
+TUNED = "VLLM_TUNED_CONFIG_FOLDER"
+VARIABLES = {"vllm_tuned": TUNED, "sglang": sglang_part.VARIABLE}
+"""What must be set, besides vLLM being installed, for a system to be measured."""
 SGLANG_DECODE_TOKENS = 256
 """Up to here SGLang's plan is that of a decode batch, above that of a prefill."""
 
@@ -27,7 +37,8 @@ def installed() -> list[str]:
     """The peers' systems that can be measured here."""
     if importlib.util.find_spec("vllm") is None:
         return []
-    return [name for name in NAMES if name != "sglang" or sglang_part.folder() is not None]
+    missing = {"vllm_tuned": TUNED not in os.environ, "sglang": sglang_part.folder() is None}
+    return [name for name in NAMES if not missing.get(name)]
 
 
 def systems(case: Case, coded: Case | None, weights: list[Tensor]) -> dict[str, Callable[[], list[Call]]]:
@@ -35,7 +46,8 @@ def systems(case: Case, coded: Case | None, weights: list[Tensor]) -> dict[str, 
     bases = cache(partial(vllm_bases, case, weights))
     makers: dict[str, Callable[[], list[Call]]] = {
         "vllm_bare": bases,
-        "vllm": lambda: vllm_lora(case, bases()),
+        "vllm": lambda: vllm_lora(case, bases(), vllm_default),
+        "vllm_tuned": lambda: vllm_lora(case, bases(), vllm_tuned()),
         "sglang": lambda: sglang_lora(case, bases()),
     }
     if coded is not None:
@@ -114,22 +126,60 @@ def _row_slots(case: Case) -> Tensor:
     return torch.tensor(case.row_slots, dtype=torch.int32, device=case.x.device)
 
 
-def vllm_lora(case: Case, bases: list[Call]) -> list[Call]:
-    """vLLM's shrink and expand after its base."""
-    from vllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand, lora_shrink
+@cache
+def vllm_default(*args: object, **kwargs: object) -> dict[str, int | None]:
+    """vLLM's lookup as it is where VLLM_TUNED_CONFIG_FOLDER is not set, whether it is or not."""
+    from vllm.lora.ops.triton_ops import utils
+
+    with mock.patch.object(utils, "load_lora_op_config", lambda *_: None):
+        return utils.get_lora_op_configs.__wrapped__(*args, **kwargs)
+
+
+def vllm_tuned() -> Lookup:
+    """vLLM's own lookup, if it finds both files: where one is missing it would silently take its defaults."""
+    from vllm.lora.ops.triton_ops import utils
+
+    if utils.load_lora_op_config("shrink", None) is None or utils.load_lora_op_config("expand", True) is None:
+        raise ValueError(f"{TUNED}: expected this GPU's _SHRINK.json and _EXPAND_TRUE.json in {os.environ.get(TUNED)}")
+    return utils.get_lora_op_configs
+
+
+def launch_by(ops: ModuleType, lookup: Lookup) -> None:
+    """Let vLLM's shrink and expand launch by a lookup from now on: each asks the one that its module names."""
+    ops.lora_shrink_op.get_lora_op_configs = ops.lora_expand_op.get_lora_op_configs = lookup
+
+
+def forget_adapters(ops: ModuleType) -> None:
+    """Let vLLM forget what it knows of adapters by their addresses, at which others may lie by now."""
+    ops.utils._LORA_A_PTR_DICT.clear()
+    ops.utils._LORA_B_PTR_DICT.clear()
+
+
+def vllm_meta(row_slots: Tensor, slots: int) -> tuple:
+    """The metadata that vLLM's shrink and expand take."""
+    from vllm.lora.ops.triton_ops import LoRAKernelMeta
+
+    meta = LoRAKernelMeta.make(slots, len(row_slots), row_slots.device)
+    meta.prepare_tensors(row_slots)
+    return meta.meta_args(len(row_slots), True)
+
+
+def vllm_lora(case: Case, bases: list[Call], lookup: Lookup) -> list[Call]:
+    """vLLM's shrink and expand after its base, launched by a lookup."""
+    from vllm.lora.ops import triton_ops as ops
 
     m, (slots, rank) = case.x.shape[0], case.a[0].shape[:2]
     a = [t[:, None] for t in case.a]
     b = [t[:, None] for t in _scaled_b(case)]
-    meta = LoRAKernelMeta.make(slots, m, case.x.device)
-    meta.prepare_tensors(_row_slots(case))
-    args = meta.meta_args(m, True)
+    args = vllm_meta(_row_slots(case), slots)
+    forget_adapters(ops)
 
     def full(base: Call) -> Tensor:
         y = base()
         h = torch.empty(len(a), m, rank, device=case.x.device)
-        lora_shrink(case.x, a, h, *args, 1.0)
-        lora_expand(h, b, y, *args, 0, True)
+        launch_by(ops, lookup)  # at every call: systems take turns
+        ops.lora_shrink(case.x, a, h, *args, 1.0)
+        ops.lora_expand(h, b, y, *args, 0, True)
         return y
 
     return [partial(full, base) for base in bases]

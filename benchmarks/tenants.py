@@ -4,8 +4,8 @@
 
 A layer of Qwen3-8B from x alone: batches of 64 to 2,048 tokens spread evenly over 1 to 32 adapters, then uneven ones (a
 few adapters with most rows, one with half of them, ranks 8 to 128 in one batch), and the even ones of Llama-3.1-8B.
-Measures what ``benchmarks.layer`` does with ``auto`` for the library, prints the ratio to the faster of vLLM's LoRA
-kernels and SGLang's runner, and writes rows as it does.
+Measures what ``benchmarks.layer`` does with ``auto`` for the library, prints the ratio to the fastest of vLLM's LoRA
+kernels, the same tuned (``benchmarks.tune_vllm``) and SGLang's runner, and writes rows as it does.
 """
 
 import argparse
@@ -21,6 +21,7 @@ SIZES = [
 UNEVEN = [("zipf", 64), ("half", 64), ("mixed", 128)]
 """Kinds of batches and the rank of their slots, measured at 64 and 256 tokens of 32 adapters."""
 OURS = ("bare", "auto")
+PEERS = ("vllm", "vllm_tuned", "sglang")
 
 
 def points() -> list[tuple[str, int, int, str, int]]:
@@ -30,8 +31,8 @@ def points() -> list[tuple[str, int, int, str, int]]:
 
 
 def ratio(us: dict[str, float]) -> float | None:
-    """The library's time over the faster peer's, or None where either is missing."""
-    times = [us[name] for name in ("vllm", "sglang") if name in us]
+    """The library's time over the fastest peer's, or None where either is missing."""
+    times = [us[name] for name in PEERS if name in us]
     return us["ours"] / min(times) if times and "ours" in us else None
 
 
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--repeat: expected at least 1, but {given.repeat} came")
     check_out(parser, given.out)
     need_gpu()
-    systems = [*OURS, *(name for name in peers.installed() if name in ("vllm_bare", "vllm", "sglang"))]
+    systems = [*OURS, *(name for name in peers.installed() if name in ("vllm_bare", *PEERS))]
     sources, rows = {**environment(), "sglang": sglang_part.release()}, []
     for model, tokens, adapters, kind, rank in points():
         options = argparse.Namespace(rank=rank, batch=kind, layout="channel", systems=systems, repeat=given.repeat)

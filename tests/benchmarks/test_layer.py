@@ -142,6 +142,9 @@ def test_what_is_not_installed_is_not_measured(monkeypatch, tmp_path, capsys):
         layer.parse(["--systems", "bare", "sglang"])
     assert "--systems: sglang needs vLLM installed, and SGLANG_PART set" in capsys.readouterr().err
     with pytest.raises(SystemExit):
+        layer.parse(["--systems", "vllm_tuned"])
+    assert "vllm_tuned needs vLLM installed, and VLLM_TUNED_CONFIG_FOLDER set" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         layer.parse(["--systems", "bare", "vllm"])
     said = capsys.readouterr().err
     assert said.endswith("--systems: vllm needs vLLM installed\n") and "SGLANG" not in said.splitlines()[-1]

@@ -15,8 +15,9 @@ def test_every_row_is_one_that_the_layers_benchmark_can_measure() -> None:
         assert model in MODELS and adapters <= tokens and kind in layer.batches.KINDS and rank in (64, 128)
 
 
-def test_the_ratio_is_to_the_faster_peer() -> None:
-    assert tenants.ratio({"ours": 90.0, "vllm": 300.0, "sglang": 100.0}) == 0.9
+def test_the_ratio_is_to_the_fastest_peer() -> None:
+    assert tenants.ratio({"ours": 90.0, "vllm": 300.0, "vllm_tuned": 200.0, "sglang": 100.0}) == 0.9
+    assert tenants.ratio({"ours": 90.0, "vllm": 300.0, "vllm_tuned": 50.0, "sglang": 100.0}) == 1.8
     assert tenants.ratio({"ours": 90.0, "vllm": 60.0}) == 1.5
     assert tenants.ratio({"ours": 90.0}) is None and tenants.ratio({"vllm": 90.0}) is None
 
@@ -27,6 +28,7 @@ def test_what_is_measured_is_kept_after_every_row(
     done = []
 
     def row(model, tokens, adapters, compute, options):
+        assert options.systems == ["bare", "auto", "vllm_bare", "vllm", "vllm_tuned", "sglang"]
         if done:
             kept = json.loads((tmp_path / "t.json").read_text())
             assert kept["rows"] == done
@@ -36,6 +38,7 @@ def test_what_is_measured_is_kept_after_every_row(
         return done[-1]
 
     monkeypatch.setattr(layer, "layer_row", row)
+    monkeypatch.setattr(tenants.peers, "installed", lambda: list(tenants.peers.NAMES))
     monkeypatch.setattr(tenants, "need_gpu", lambda: None)
     monkeypatch.setattr(tenants, "environment", lambda: {"gpu": "none"})
     tenants.main(["--out", str(tmp_path / "t.json"), "--repeat", "1"])
