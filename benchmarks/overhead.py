@@ -120,9 +120,14 @@ def our_variants(case: Case, coded: Case, rotated: list[Operands], pdl: bool) ->
 
 
 def h_oracle(case: Case) -> Tensor:
-    """The shrink of one adapter's rows in fp64, [M, slices, R]."""
-    x = case.x.double()
-    return torch.stack([case.scaling[i, 0].double() * (x @ a[0].double().t()) for i, a in enumerate(case.a)], 1)
+    """The shrink in fp64, [M, slices, R], of rows that all have an adapter."""
+    x, slots = case.x.double(), torch.tensor(case.row_slots, device=case.x.device)
+    h = x.new_empty(len(x), len(case.a), case.a[0].shape[1])
+    for slot in set(case.row_slots):
+        rows = slots == slot
+        for i, a in enumerate(case.a):
+            h[rows, i] = case.scaling[i, slot].double() * (x[rows] @ a[slot].double().t())
+    return h
 
 
 def one_adapter(k: int, widths: list[int], m: int, rank: int, device: str = "cuda") -> tuple[Case, Case | None]:

@@ -211,3 +211,26 @@ def sglang_lora(case: Case, bases: list[Call]) -> list[Call]:
         "offsets": tuple(accumulate((t.shape[1] for t in case.b), initial=0)),
     }
     return [partial(runner.apply, case.x, base, plan, **adapters) for base in bases]
+
+
+def vllm_shrinks(case: Case, operands: list[tuple[Tensor, list[Tensor]]]) -> list[Call]:
+    """vLLM's shrink alone in its default configurations, one call for each x and its A: [M, slices, R], unscaled fp32.
+
+    Each was called once: vLLM copies the addresses of several slices' A to the GPU the first time it sees them, and a
+    graph must not hold that copy.
+    """
+    from vllm.lora.ops import triton_ops as ops
+
+    m, (slots, rank) = case.x.shape[0], case.a[0].shape[:2]
+    args = vllm_meta(_row_slots(case), slots)
+
+    def shrink(x: Tensor, a: list[Tensor]) -> Tensor:
+        launch_by(ops, vllm_default)
+        h = torch.empty(len(a), m, rank, device=x.device)
+        ops.lora_shrink(x, a, h, *args, 1.0)
+        return h.transpose(0, 1)
+
+    calls = [partial(shrink, x, [t[:, None] for t in a]) for x, a in operands]
+    for call in calls:
+        call()
+    return calls

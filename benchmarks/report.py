@@ -1,15 +1,15 @@
-"""Write docs/performance.md and its figure from result files: ``python -m benchmarks.report``.
+"""Write docs/performance.md and its figures from result files: ``python -m benchmarks.report``.
 
 Every figure of the page is read from a JSON under benchmarks/results; a test compares the page with what this writes.
 ``layer_*.json`` and ``decode_*.json`` are of ``benchmarks.layer``, the latter with the decode path's columns;
-``overhead.json``, ``exposure.json``, ``profile.json`` and ``host.json`` are of the benchmarks of those names. A file
-that is not there leaves its section out. Drawing the figure takes matplotlib.
+``tenants.json``, ``large.json``, ``overhead.json``, ``exposure.json``, ``profile.json`` and ``host.json`` are of the
+benchmarks of those names. A file that is not there leaves its section out. Drawing the figures takes matplotlib.
 """
 
 import argparse
 from pathlib import Path
 
-from benchmarks import figure, report_decode
+from benchmarks import figure, report_decode, report_tenants
 from benchmarks.tables import markdown, read, source
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +47,11 @@ COLUMNS = {
     "SGLang LoRA": "sglang",
 }
 RATIOS = {"chosen / vLLM": "vllm", "chosen / SGLang": "sglang"}
+FIGURES = {
+    "exposure.json": (figure.draw_exposure, report_decode.FIGURE),
+    "tenants.json": (figure.draw_tenants, report_tenants.FIGURE),
+}
+"""Result files that have a figure, what draws it, and its place beside the page."""
 
 
 def cells(row: dict) -> list[str]:
@@ -77,14 +82,16 @@ def table(path: Path) -> str:
 def page(results: Path = RESULTS) -> str:
     """The whole page, for the result files that are there."""
     layers = [table(path) for path in sorted(results.glob("layer_*.json"))]
-    return "\n\n".join([INTRO.rstrip(), *layers, *report_decode.sections(results)]) + "\n"
+    rest = [*report_tenants.sections(results), *report_decode.sections(results)]
+    return "\n\n".join([INTRO.rstrip(), *layers, *rest]) + "\n"
 
 
 def main(results: Path = RESULTS, target: Path = PAGE) -> None:
-    """Write the page and its figure."""
+    """Write the page and its figures."""
     target.write_text(page(results))
-    if (results / "exposure.json").exists():
-        figure.draw(results / "exposure.json", target.parent / report_decode.FIGURE)
+    for name, (draw, drawn) in FIGURES.items():
+        if (results / name).exists():
+            draw(results / name, target.parent / drawn)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -34,3 +34,8 @@ def measured(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def cell(value: float | None, digits: int) -> str:
     """A figure, or a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def over_bare(us: dict, system: str) -> float | None:
+    """A system's time over the faster bare layer's, where it was measured."""
+    return us[system] / min(us[bare] for bare in ("bare", "vllm_bare") if bare in us) if system in us else None

@@ -34,7 +34,7 @@ from benchmarks.layer import DEVICE, LEAST_SQNR
 from benchmarks.models import MODELS
 from benchmarks.timing import copies, need_gpu
 from tests.cases import sqnr
-from torch_epilora.cli.timing import median_times
+from torch_epilora.ops.timing import median_times
 
 Config = dict[str, int | None]
 
