@@ -86,9 +86,10 @@ class Trial:
         checks.check_call(call)
         for plan in plans:
             try:
-                run = dispatch.prepare(call, plan)
-                got = run(call)
-                _synchronize(self.device)
+                with self._on_device():
+                    run = dispatch.prepare(call, plan)
+                    got = run(call)
+                    _synchronize(self.device)
             except Exception as error:
                 # a compiler or driver that refuses one candidate leaves the others
                 if want is None:
@@ -102,6 +103,10 @@ class Trial:
             found[plan] = [partial(run, call) for call in self.calls]
         return found
 
+    def _on_device(self) -> AbstractContextManager:
+        """Make the GPU the current one, as the operator does."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def times(self, plans: Sequence[Plan], *, graph: bool) -> dict[Plan, float]:
         """Microseconds a call of each plan that gives what the first gives: graph replays, or eager calls by the clock.
 
@@ -109,11 +114,11 @@ class Trial:
         """
         found = self.right(plans)
         if not graph:
-            with self.alone:
+            with self.alone, self._on_device():
                 return _eager_times(found, self.device)
         names = {str(i): plan for i, plan in enumerate(found)}
         steps = {name: lambda copy, calls=found[plan]: calls[copy]() for name, plan in names.items()}
-        with self.alone, torch.cuda.device(self.device):
+        with self.alone, self._on_device():
             us = median_times(steps, len(self.calls), self.device)
         return {plan: us[name] for name, plan in names.items()}
 
