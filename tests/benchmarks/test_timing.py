@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import timing
 
-MODULES = ("layer", "tenants", "large", "overhead", "exposure", "host", "profile_call", "read_rate")
+MODULES = ("layer", "tenants", "large", "overhead", "exposure", "choices", "host", "profile_call", "read_rate")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch_epilora.cli import machine, tune
 from torch_epilora.cli.commands import app
 from torch_epilora.ops import choice, tables
 from torch_epilora.ops.candidates import routes
-from torch_epilora.ops.plan import Problem
+from torch_epilora.ops.plan import Plan, Problem
 from torch_epilora.ops.tables import Measured, key_of
 
 GPU = "NVIDIA H200"
@@ -29,13 +29,17 @@ CONFIG = {
 class Trial:
     """Finds the last path of every problem."""
 
-    def __init__(self, problem: Problem, widths: tuple[int, ...], device: torch.device, alone: object) -> None:
-        assert alone == "lock" and sum(widths) == problem.n
-        self.problem = problem
+    def __init__(self, problem: Problem, widths: tuple[int, ...], device: torch.device, alone: object = None) -> None:
+        assert sum(widths) == problem.n
+        self.problem, self.alone = problem, alone
 
-    def search(self, *, graph: bool) -> Measured:
-        assert graph is (self.problem.m <= 128)
-        return Measured(routes(self.problem)[-1], 5.0, 10.0, graph)
+    def search(self, *, graph: bool) -> list[Plan]:
+        assert graph is (self.problem.m <= 128) and self.alone == "lock"
+        return routes(self.problem)
+
+    def fastest(self, plans: list[Plan], *, graph: bool) -> Measured:
+        assert graph is (self.problem.m <= 128) and self.alone is None
+        return Measured(plans[-1], 5.0, 10.0, graph)
 
 
 class Pool:

@@ -14,7 +14,7 @@ from rich.progress import track
 from torch_epilora.cli.projections import choose_layout, read_dtype, read_projections
 from torch_epilora.nn.tuning import Size, sizes
 from torch_epilora.ops import choice, tables
-from torch_epilora.ops.plan import Problem, unsupported
+from torch_epilora.ops.plan import Plan, Problem, unsupported
 from torch_epilora.ops.tables import Measured, problem_of
 from torch_epilora.ops.trial import Trial
 
@@ -60,7 +60,7 @@ def run_tune(
         raise ValueError(f"{gpu}: nothing to tune: {why}")
     chosen, _ = choose_layout(folder, layout)
     dtype = getattr(torch, read_dtype(folder))
-    found = read_projections(folder, layout=chosen, compute=compute, rank=rank, slots=1)
+    projections_found = read_projections(folder, layout=chosen, compute=compute, rank=rank, slots=1)
     todo: list[Size] = []
     for slots in adapters:
         projections = [
@@ -68,21 +68,25 @@ def run_tune(
                 Problem(1, p.n, p.k, rank, len(p.slices), slots + 1, p.layout, compute, dtype, capability),
                 p.slices,
             )
-            for p in found
+            for p in projections_found
         ]
         todo += [size for size in sizes(projections, tokens, graph_tokens) if size not in todo]
     console.print(f"{len(todo)} sizes on {gpu}", markup=False)
-    best: dict[tables.Key, Measured] = {}
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(min(jobs, len(todo)), _begin, (spawn.Lock(),)) as pool:
         searched = pool.imap_unordered(_search, [(size, capability) for size in todo])
-        for key, measured in track(searched, "Searching", len(todo), console=console, transient=True):
-            best[key] = measured
-            console.print(
-                f"{key.tokens} tokens, {key.adapters} adapters, {key.k} to {key.n}: {measured.rules_us:.1f} -> "
-                f"{measured.us:.1f} us, {measured.plan.path} over {measured.plan.base}",
-                markup=False, highlight=False,
-            )  # fmt: skip
+        plans = list(track(searched, "Searching", len(todo), console=console, transient=True))
+    best: dict[tables.Key, Measured] = {}
+    # once more, now that no other process uses the GPU
+    for size, found_plans in track(plans, "Choosing", console=console, transient=True):
+        key = size.key
+        measured = Trial(problem_of(key, capability), size.widths, device).fastest(found_plans, graph=size.graph)
+        best[key] = measured
+        console.print(
+            f"{key.tokens} tokens, {key.adapters} adapters, {key.k} to {key.n}: {measured.rules_us:.1f} -> "
+            f"{measured.us:.1f} us, {measured.plan.path} over {measured.plan.base}",
+            markup=False, highlight=False,
+        )  # fmt: skip
     if output is None:
         output = choice.keep(gpu, capability, best)
     else:
@@ -98,12 +102,12 @@ def _begin(lock: Any) -> None:
     _alone = lock
 
 
-def _search(work: tuple[Size, tuple[int, int]]) -> tuple[tables.Key, Measured]:
+def _search(work: tuple[Size, tuple[int, int]]) -> tuple[Size, list[Plan]]:
     """Search one size in a process of its own; kernels are compiled beside others, and timed while the lock is held."""
     size, capability = work
     device = torch.device("cuda", torch.cuda.current_device())
     trial = Trial(problem_of(size.key, capability), size.widths, device, _alone)
-    found = size.key, trial.search(graph=size.graph)
+    found = size, trial.search(graph=size.graph)
     del trial
     torch.cuda.empty_cache()
     return found

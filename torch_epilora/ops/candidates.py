@@ -25,7 +25,7 @@ ROUTES = (
 VALUES: dict[str, dict[str, tuple]] = {
     "gemm": {},
     "shrink": {
-        "block_m": (16, 32, 64), "block_r": (16, 32, 64, 128), "block_k": (64, 128, 256), "split_k": (1, 2, 4, 8),
+        "block_m": (16, 32, 64), "block_r": (16, 32, 64, 128), "block_k": (64, 128, 256), "split_k": (1, 2, 4, 8, 16),
         "num_stages": (2, 3, 4),
     },
     "expand": {
