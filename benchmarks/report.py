@@ -2,7 +2,7 @@
 
 Every figure of the page is read from a JSON under benchmarks/results; a test compares the page with what this writes.
 ``layer_*.json`` and ``decode_*.json`` are of ``benchmarks.layer``, the latter with the decode path's columns;
-``tenants.json``, ``large.json``, ``overhead.json``, ``exposure.json``, ``profile.json`` and ``host.json`` are of the
+``tenants.json``, ``large.json``, ``choices.json``, ``overhead.json``, ``exposure.json``, ``profile.json`` and ``host.json`` are of the
 benchmarks of those names. A file that is not there leaves its section out. Drawing the figures takes matplotlib.
 """
 
@@ -22,7 +22,7 @@ INTRO = """# First figures
 Time of one decoder layer's four linear projections with LoRA adapters, in microseconds, on one GPU: this library beside
 its peers' kernels in the same run. *Bare* is the layer without adapters, activations quantized by each side (W8A8;
 vLLM's W8A16 is Marlin). *Decode* (up to 64 tokens), *fused* and *hybrid* are the CUDA paths, *chosen* the one that the
-plan takes. *vLLM LoRA* is vLLM's base with its LoRA kernels in their default launch configurations, as they ship;
+plan took. *vLLM LoRA* is vLLM's base with its LoRA kernels in their default launch configurations, as they ship;
 *SGLang LoRA* is vLLM's base with SGLang's planned LoRA runner, on its tuned plans. Each row's tokens are spread evenly
 over its adapters. Every system's output was compared with fp64 before it was timed (over 40 dB, or no figure). CUDA
 graphs, weights rotated so that none comes from L2, medians of interleaved rounds; a file with a spread holds the mean
@@ -32,7 +32,8 @@ of what was tried is `benchmarks/NOTES.md`.
 The tables of `layer_block.json`, `layer_tensor.json` and `layer_w8a16.json` are from before the decode path and before
 the paths of larger batches that the table by channel shows: their *chosen* is not what the plan takes now, and few
 tokens under W8A16 are slower there than vLLM's Marlin. In the table by channel *chosen* takes each projection's own
-path, so it can be less than both. The decode path's own tables are further down.
+path, so it can be less than both; it is that of the rules, from before plans were measured (many tenants, below). The
+decode path's own tables are further down.
 """
 
 

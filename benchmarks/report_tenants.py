@@ -1,8 +1,9 @@
-"""The sections of many tenants and of prefill in docs/performance.md; each only where its result file is there."""
+"""The sections of tenants, prefill and measured plans in docs/performance.md; each where its result file is there."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.choices import WITHIN
 from benchmarks.report_decode import over
 from benchmarks.tables import cell, markdown, measured, over_bare, read, source
 from benchmarks.tenants import ratio
@@ -33,6 +34,11 @@ K1, the kernel that the layer launches, beside vLLM's shrink in its default laun
 either (EpiLoRA Table 27), in microseconds summed over the four projections. x and A come from memory; vLLM's kernel
 adds K-splits into an fp32 h, and its figure holds what clears that. The columns of single projections are K1 / vLLM."""
 
+CHOICES = """## Measured plans
+
+Sizes of the tables that say which plan is the fastest (`torch_epilora.tune`, `epilora tune`), timed once more in another
+process (`benchmarks/choices.py`): the plan that a table names beside every path under the rules' tiles."""
+
 SYSTEMS = {
     "bare": "bare",
     "vLLM bare": "vllm_bare",
@@ -41,6 +47,7 @@ SYSTEMS = {
     "vLLM tuned": "vllm_tuned",
     "SGLang LoRA": "sglang",
 }
+MISSES = 3
 PEERS = ("vLLM LoRA", "vLLM tuned", "SGLang LoRA")
 
 
@@ -93,7 +100,22 @@ def large_part(path: Path) -> list[str]:
     return [LARGE, source(path, env), layers(rows), SHRINK, shrinks(rows)]
 
 
-PARTS: dict[str, Callable[[Path], list[str]]] = {"tenants.json": tenants_part, "large.json": large_part}
+def choices_part(path: Path) -> list[str]:
+    """The choices' result file: how many are nearly the fastest, and those that are not."""
+    env, rows = read(path)
+    heading = ["tokens", "adapters", "k", "n", "choice", "us"]
+    worst = sorted(rows, key=lambda row: -row["over_best"])[:MISSES]
+    good = sum(row["over_best"] <= WITHIN for row in rows)
+    lines = [[*(str(row[key]) for key in heading), f"{row['over_best']:.3f}"] for row in worst]
+    count = f"{good} of {len(rows)} are within 3 percent of the fastest; those that miss it by most:"
+    return [CHOICES, source(path, env), count, markdown([*heading, "us / fastest"], lines)]
+
+
+PARTS: dict[str, Callable[[Path], list[str]]] = {
+    "tenants.json": tenants_part,
+    "large.json": large_part,
+    "choices.json": choices_part,
+}
 """Result files, and what makes their sections."""
 
 
