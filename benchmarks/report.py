@@ -2,8 +2,9 @@
 
 Every figure of the page is read from a JSON under benchmarks/results; a test compares the page with what this writes.
 ``layer_*.json`` and ``decode_*.json`` are of ``benchmarks.layer``, the latter with the decode path's columns;
-``tenants.json``, ``large.json``, ``choices.json``, ``overhead.json``, ``exposure.json``, ``profile.json`` and ``host.json`` are of the
-benchmarks of those names. A file that is not there leaves its section out. Drawing the figures takes matplotlib.
+``tenants.json``, ``large.json``, ``choices.json``, ``overhead.json``, ``exposure.json``, ``profile.json`` and
+``host.json`` are of the benchmarks of those names. A file that is not there leaves its section out. Drawing the figures
+takes matplotlib.
 """
 
 import argparse

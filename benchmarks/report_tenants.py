@@ -36,8 +36,8 @@ adds K-splits into an fp32 h, and its figure holds what clears that. The columns
 
 CHOICES = """## Measured plans
 
-Sizes of the tables that say which plan is the fastest (`torch_epilora.tune`, `epilora tune`), timed once more in another
-process (`benchmarks/choices.py`): the plan that a table names beside every path under the rules' tiles."""
+Sizes of the tables that say which plan is the fastest (`torch_epilora.tune`, `epilora tune`), timed once more in
+another process (`benchmarks/choices.py`): the plan that a table names beside every path under the rules' tiles."""
 
 SYSTEMS = {
     "bare": "bare",

@@ -139,3 +139,21 @@ def test_the_hosts_table(tmp_path: Path) -> None:
         "model": "m", "rank": "64", "tokens": "512", "adapters": "8", "lora_linear": "500", "by Triton": "900",
         "vLLM bare": "350", "vLLM LoRA": "2000", "lora_linear / vLLM LoRA": "0.25",
     }  # fmt: skip
+
+
+def choice_row(k: int, over_best: float) -> dict:
+    sizes = {"tokens": 64, "adapters": 8, "k": k, "n": 4096}
+    return {**sizes, "choice": "hybrid/tma", "us": 12.5, "paths": {}, "over_best": over_best}
+
+
+def test_the_choices_that_miss_are_shown_and_counted(tmp_path: Path) -> None:
+    misses = [1.0, 1.0301, 1.03, 1.2, 1.001]
+    write(tmp_path / "choices.json", [choice_row(128 * (i + 1), miss) for i, miss in enumerate(misses)])
+    text = page(tmp_path)
+    assert "## Measured plans" in text and "choices.json`" in text
+    assert "3 of 5 are within 3 percent of the fastest" in text
+    rows = tables(text)[0]
+    assert [(row["k"], row["us / fastest"]) for row in rows] == [("512", "1.200"), ("256", "1.030"), ("384", "1.030")]
+    assert (rows[0]["tokens"], rows[0]["adapters"], rows[0]["n"], rows[0]["choice"], rows[0]["us"]) == (
+        "64", "8", "4096", "hybrid/tma", "12.5"
+    )  # fmt: skip
