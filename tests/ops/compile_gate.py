@@ -19,9 +19,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.ops.sass import alone, overwritten
-from torch_epilora.ops import dispatch
+from torch_epilora.ops import choice, dispatch, tables
 from torch_epilora.ops.checks import Call, Groups
-from torch_epilora.ops.plan import SHARED_BYTES, Problem, make_plan, refusal, shared_bytes, through
+from torch_epilora.ops.plan import SHARED_BYTES, Plan, Problem, bare, make_plan, refusal, shared_bytes, through
 from torch_epilora.ops.triton import pdl
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.expand import expand_add, prepare_expand
@@ -77,10 +77,13 @@ class Gate:
 
         JITFunction.run = compile_only
 
-    def problem(self, p: Problem, *, slots: int = 4, groups: int = 5, bias: bool = True, rank: bool = True) -> None:
+    def problem(
+        self, p: Problem, *, slots: int = 4, groups: int = 5, bias: bool = True, rank: bool = True,
+        plan: Plan | None = None,
+    ) -> None:  # fmt: skip
         """Launch a problem's kernels as ``dispatch`` does."""
         self.label = f"m={p.m} n={p.n} k={p.k} r={p.rank} S={p.slices} {p.layout} {p.compute} {str(p.dtype)[6:]}"
-        plan = make_plan(p)
+        plan = plan or make_plan(p)
         tiles = {"linear_kernel": plan.gemm, "shrink_kernel": plan.shrink, "expand_kernel": plan.expand}
         self.estimates = {name: shared_bytes(config, p) for name, config in tiles.items()}
         x = torch.empty(p.m, p.k, dtype=p.dtype)
@@ -119,15 +122,16 @@ class Gate:
                 k2(codes, x_scale, weight, scale, base_bias, h if given[0] else None, *given)
 
     def decode(
-        self, p: Problem, *, codes: str = "made", bias: bool = False, rank: bool = True, beside: bool = False
-    ) -> None:
+        self, p: Problem, *, codes: str = "made", bias: bool = False, rank: bool = True, beside: bool = False,
+        plan: Plan | None = None,
+    ) -> None:  # fmt: skip
         """Launch a problem's decode kernel as ``dispatch`` does; rank 0 is the bare base."""
         adapters = "bare" if not p.rank else "many" if min(p.groups - 1, p.m) > 1 else "one"
         self.label = (
             f"m={p.m} n={p.n} k={p.k} r={p.rank} S={p.slices} {adapters} {codes} {p.layout} {p.compute} "
             f"{str(p.dtype)[6:]}"
         )
-        plan = through(p, "decode", "own")
+        plan = plan or through(p, "decode", "own")
         self.estimates = {"decode_kernel": shared_bytes(plan.decode, p)}
         x, weight = torch.empty(p.m, p.k, dtype=p.dtype), torch.empty(p.n, p.k, dtype=FP8)
         widths = [p.n // p.slices] * p.slices
@@ -151,6 +155,21 @@ class Gate:
             torch.empty(len(widths), slots) if rank and slots else None, *groups, p.compute,
         )  # fmt: skip
         dispatch._decode(call, plan, bare=beside)(call)
+
+    def shipped(self) -> None:
+        """Launch what the shipped tables of GPUs of this architecture name."""
+        for path in sorted((Path(choice.__file__).parent / "configs").glob("*.json")):
+            head = json.loads(path.read_text())
+            if tuple(head["capability"]) != self.capability:
+                continue
+            for key, measured in tables.read(path, head["gpu"]).items():
+                p, plan = tables.problem_of(key, self.capability), measured.plan
+                if plan.path == "decode":
+                    self.decode(p, plan=plan)
+                elif p.rank:
+                    self.problem(p, slots=key.adapters, groups=key.adapters + 1, bias=False, plan=plan)
+                if plan.base == "decode":
+                    self.decode(bare(p), beside=True, plan=plan)
 
     def probe(self) -> None:
         """Compile what finds out whether dependent launches can be compiled."""
@@ -270,6 +289,7 @@ def main(arch: int) -> None:
     )
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         gate.quantizers(dtype)
+    gate.shipped()
     if arch >= 90:
         gate.probe()
     print(json.dumps(gate.report()))
