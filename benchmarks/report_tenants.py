@@ -12,17 +12,20 @@ FIGURE = "figures/tenants.svg"
 
 TENANTS = """## Many tenants and large batches
 
-A layer as above, W8A8, scales per channel (`benchmarks/tenants.py`; EpiLoRA Tables 14 and 15), in microseconds. Rows of
-an *even* batch are spread evenly over its adapters; under *zipf* a few adapters have most of them, under *half* one
-adapter has every other row, and a *mixed* batch is an even one whose adapters have ranks of 8 to 128. *Chosen / bare*
-is over the faster of both bare layers."""
+A layer as above, W8A8, scales per channel (EpiLoRA Tables 14 and 15), in microseconds; the script is
+`benchmarks/tenants.py`, or for single rows `benchmarks/layer.py`. *Chosen / bare* is over the faster of both bare
+layers."""
+
+KINDS = """Rows of an *even* batch are spread evenly over its adapters; under *zipf* a few adapters have most of them,
+under *half* one adapter has every other row, and a *mixed* batch is an even one whose adapters have ranks of 8 to
+128."""
 
 PICTURE = """The even batches of Qwen3-8B: a layer's time over the faster bare layer's, the dashed line (EpiLoRA Figure
 11)."""
 
 PROJECTIONS = """### By projection
 
-*Chosen* over the fastest peer, projection by projection."""
+*Chosen* over the fastest of the peers' layers with adapters in the table above, projection by projection."""
 
 LARGE = """## Prefill
 
@@ -91,7 +94,9 @@ def tenants_part(path: Path) -> list[str]:
     """The tenants' result file: the figure, the layers, and their projections."""
     env, rows = read(path)
     figure = f"![A layer's time over the bare layer's, by adapters, for each number of tokens]({FIGURE})"
-    return [TENANTS, source(path, env), PICTURE, figure, layers(rows), PROJECTIONS, by_projection(rows)]
+    kinds = [KINDS] if any(row["batch"] != "even" for row in rows) else []
+    made = [f"Measured by: {env['command']}."] if env.get("command") else []
+    return [TENANTS, *kinds, source(path, env), *made, PICTURE, figure, layers(rows), PROJECTIONS, by_projection(rows)]
 
 
 def large_part(path: Path) -> list[str]:

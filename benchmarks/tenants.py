@@ -9,9 +9,11 @@ kernels, the same tuned (``benchmarks.tune_vllm``) and SGLang's runner, and writ
 """
 
 import argparse
+import time
 from pathlib import Path
 
 from benchmarks import layer, peers, sglang_part
+from benchmarks.overhead import conclude, wrong
 from benchmarks.timing import check_out, environment, need_gpu
 
 SIZES = [
@@ -46,7 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     check_out(parser, given.out)
     need_gpu()
     systems = [*OURS, *(name for name in peers.installed() if name in ("vllm_bare", *PEERS))]
-    sources, rows = {**environment(), "sglang": sglang_part.release()}, []
+    sources, started = {**environment(), "sglang": sglang_part.release()}, time.perf_counter()
+    rows, failed = [], False
     for model, tokens, adapters, kind, rank in points():
         options = argparse.Namespace(rank=rank, batch=kind, layout="channel", systems=systems, repeat=given.repeat)
         row = layer.layer_row(model, tokens, adapters, "w8a8", options)
@@ -54,10 +57,10 @@ def main(arguments: list[str] | None = None) -> None:
         over = ratio(row["us"])
         print(model, tokens, adapters, kind, rank, row["us"], "-" if over is None else f"{over:.2f}", flush=True)
         for name, projection in row["projections"].items():
-            for system, reason in projection["left_out"].items():
-                print(f"  {name}: left out {system}: {reason}", flush=True)
+            failed |= wrong(name, projection["left_out"])
         if given.out:
             layer.write(given.out, sources, rows)
+    conclude(started, failed)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,16 @@ def test_what_is_measured_is_kept_after_every_row(
     assert printed.count(" 0.50\n") == 28 and "left out sglang: ValueError: no" in printed
 
 
+def test_a_wrong_output_fails_the_run_at_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    wrong = {"qkv": {"left_out": {"auto": "wrong: 3.0 dB from fp64, expected over 40"}}}
+    monkeypatch.setattr(layer, "layer_row", lambda *_: {"us": {}, "projections": wrong})
+    monkeypatch.setattr(tenants, "need_gpu", lambda: None)
+    monkeypatch.setattr(tenants, "environment", lambda: {"gpu": "none"})
+    with pytest.raises(SystemExit, match="a variant's output was wrong"):
+        tenants.main(["--out", str(tmp_path / "t.json")])
+    assert len(json.loads((tmp_path / "t.json").read_text())["rows"]) == 28
+
+
 def test_no_repeat_is_refused() -> None:
     with pytest.raises(SystemExit):
         tenants.main(["--repeat", "0"])

@@ -8,7 +8,7 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 from typer.testing import CliRunner
 
-from torch_epilora.cli import doctor, machine, projections
+from torch_epilora.cli import doctor, machine, paths, projections
 from torch_epilora.cli.commands import app
 from torch_epilora.cli.paths import ON_CPU, paths_table
 from torch_epilora.cli.probes import Probe
@@ -216,6 +216,29 @@ def test_paths_on_the_gpu_present_are_those_that_were_measured_there(folder, mon
     measured = "the fastest when measured on NVIDIA H000"
     assert measured in " ".join(_run(folder).output.split())
     assert measured not in " ".join(_run(folder, "--arch", 90).output.split())
+
+
+def test_each_line_of_paths_begins_where_the_one_before_ends(folder, monkeypatch):
+    options = {"layout": "channel", "compute": "w8a8", "rank": 64, "slots": 32}
+    plans = {m: "decode" if m <= 32 or m == 256 else "fused" for m in paths.TOKENS}
+    monkeypatch.setattr(paths, "choose_path", lambda info, m, *_: (plans[m], plans[m]))
+    table, _ = paths_table(folder, 90, **options)
+    cell = next(iter(table.columns[-1].cells))
+    assert cell == "to 32: decode (1)\nto 128: fused (2)\nto 256: decode (1)\nto 8192: fused (2)"
+
+
+def test_doctor_says_which_tables_count(monkeypatch, tmp_path):
+    from torch_epilora.ops import choice
+
+    monkeypatch.setenv("EPILORA_CACHE", str(tmp_path))
+    monkeypatch.setattr(doctor, "gpus", lambda: [machine.Gpu(0, "NVIDIA H200", 90, 132, 1 << 37)])
+    monkeypatch.setattr(doctor, "_probe_table", lambda console, devices: "")
+    shipped = choice.shipped("NVIDIA H200")
+    count = len(json.loads(shipped.read_text())["plans"])
+    said = " ".join(_run().output.split())
+    assert f"measured plans of NVIDIA H200: {count} of {shipped} and 0 of {choice.cached('NVIDIA H200')}" in said
+    monkeypatch.setenv("EPILORA_TUNE", "off")
+    assert "EPILORA_TUNE=off: NVIDIA H200 follows the rules' plans" in " ".join(_run().output.split())
 
 
 def test_a_models_paths_come_first(folder):

@@ -1,6 +1,7 @@
 """tune: which sizes are timed, when it stops, and that only a whole run of it changes plans. The GPU is made up."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -9,12 +10,12 @@ from torch import nn
 
 import torch_epilora as te
 from torch_epilora.nn import tuning as tune_module
-from torch_epilora.ops import choice, dispatch
+from torch_epilora.ops import choice
 from torch_epilora.ops.candidates import routes
-from torch_epilora.ops.plan import Plan, Problem, through
+from torch_epilora.ops.plan import Plan, Problem
 from torch_epilora.ops.tables import Key, Measured, key_of, problem_of
 
-GPU = "NVIDIA H200"
+GPU = "NVIDIA H000"
 
 
 class Attention(nn.Module):
@@ -53,10 +54,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(Trial, "asked", [])
-    choice.table.cache_clear()
+    choice._table.cache_clear()
     choice._choose.cache_clear()
     yield
-    choice.table.cache_clear()
+    choice._table.cache_clear()
     choice._choose.cache_clear()
 
 
@@ -75,14 +76,12 @@ def test_each_size_is_timed_once_with_all_slots_and_bare() -> None:
     }  # fmt: skip
 
 
-def test_calls_follow_what_was_timed_and_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = {("a call",): "prepared"}
-    monkeypatch.setattr(dispatch, "_runs", runs)
-    one = model()
+def test_calls_follow_what_was_timed_and_nothing_is_timed_twice() -> None:
+    one, before = model(), choice.generation()
     problem = Problem(40, 64, 64, 8, 1, 4)
     rules = choice.choose(problem, GPU)
     te.tune(one, tokens=[64])
-    assert not runs
+    assert choice.generation() == before + 1
     want = routes(problem_of(key_of(problem), (9, 0)))[-1]
     assert path(choice.choose(problem, GPU)) == path(want) != path(rules)
     assert len(Trial.asked) == 4
@@ -98,41 +97,67 @@ def test_it_stops_when_the_time_is_up_and_goes_on_the_next_time(
     clock = iter([0.0, 1.0, 2.0, 11.0, 20.0, 21.0, 22.0])
     monkeypatch.setattr(tune_module.time, "monotonic", lambda: next(clock))
     seen: list[tuple[int, int]] = []
-    with caplog.at_level("INFO", "torch_epilora"):
-        assert te.tune(model(), tokens=[64], progress=lambda done, todo: seen.append((done, todo))) == 2
-    assert "2 of 4 sizes were timed in 10 s" in caplog.text
+    assert te.tune(model(), tokens=[64], progress=lambda done, todo: seen.append((done, todo))) == 2
+    assert "2 of 4 sizes were timed in 10 s" in caplog.text and caplog.records[0].levelname == "WARNING"
     assert seen == [(0, 4), (1, 4), (2, 4), (2, 4)]
     seen.clear()
     assert te.tune(model(), tokens=[64], progress=lambda done, todo: seen.append((done, todo))) == 2
     assert seen == [(0, 2), (1, 2), (2, 2)]
 
 
-def test_what_raises_midway_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_a_size_that_does_not_run_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type
+) -> None:
     def fastest(self: Trial, *, graph: bool) -> Measured:
-        if Trial.asked:
-            raise RuntimeError("out of memory")
-        Trial.asked.append((key_of(self.problem), self.widths, graph))
-        return Measured(through(self.problem, "hybrid", "vendor"), 1.0, 2.0, graph)
+        if self.problem.n == 96:
+            raise error("no memory")
+        return Measured(routes(self.problem)[-1], 1.0, 2.0, graph)
 
     monkeypatch.setattr(Trial, "fastest", fastest)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    assert te.tune(model(), tokens=[64]) == 2
+    assert {key.n for key in choice.table(GPU)} == {64} and caplog.text.count("keeps the rules' plan: no memory") == 2
+
+
+def test_what_was_timed_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fastest(self: Trial, *, graph: bool) -> Measured:
+        Trial.asked.append((key_of(self.problem), self.widths, graph))
+        if len(Trial.asked) > 2:
+            raise KeyboardInterrupt
+        return Measured(routes(self.problem)[-1], 1.0, 2.0, graph)
+
+    monkeypatch.setattr(Trial, "fastest", fastest)
+    with pytest.raises(KeyboardInterrupt):
         te.tune(model(), tokens=[64])
-    assert choice.table(GPU).keys() == set() and not choice.cached(GPU).exists()
+    assert len(choice.table(GPU)) == 2
+
+
+def test_linears_that_run_apart_are_timed_apart() -> None:
+    one = model(layers=1)
+    q = one[0].q_proj
+    q.group.fused = False
+    te.tune(one, tokens=[64])
+    found = {(key.n, key.slices, key.adapters) for key, *_ in Trial.asked}
+    assert found == {(64, 1, 4), (64, 1, 0), (32, 1, 4), (32, 1, 0)}
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"tokens": [0]}, r"tokens: expected positive integers, got \[0\]"),
-        ({"tokens": [1.5]}, r"tokens: expected positive integers, got \[1.5\]"),
-        ({"tokens": ["64"]}, r"tokens: expected positive integers, got \['64'\]"),
-        ({"tokens": [True]}, r"tokens: expected positive integers, got \[True\]"),
-        ({"graph_tokens": -1}, "graph_tokens, seconds: expected at least 0, got -1 and 10.0"),
-        ({"seconds": float("nan")}, "graph_tokens, seconds: expected at least 0, got 512 and nan"),
+        ({"tokens": []}, r"tokens: expected positive integers, got \[\]"),
+        ({"tokens": [1.5]}, r"tokens: expected integers, got \[1.5\]"),
+        ({"tokens": ["64"]}, r"tokens: expected integers, got \['64'\]"),
+        ({"tokens": 64}, "tokens: expected integers, got 64"),
+        ({"graph_tokens": -1}, "graph_tokens: expected at least 0, got -1"),
+        ({"graph_tokens": None}, "graph_tokens: expected a number, got NoneType"),
+        ({"seconds": "5"}, "seconds: expected a number, got str"),
+        ({"seconds": float("nan")}, "seconds: expected at least 0, got nan"),
+        ({"progress": 3}, "progress: expected a function of two counts, got int"),
     ],
 )
 def test_bad_arguments_are_refused(given: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         te.tune(model(), **given)
     assert not Trial.asked
 
@@ -141,7 +166,7 @@ def test_it_needs_a_patched_model_on_one_gpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     with pytest.raises(ValueError, match="found no patched layer"):
         te.tune(Attention())
-    with pytest.raises(ValueError, match=r"expected a model on one GPU, got projections on cpu. Move it with"):
+    with pytest.raises(ValueError, match="expected all projections on one GPU, got them on cpu"):
         te.tune(model())
 
 
@@ -151,9 +176,10 @@ def test_measured_plans_that_are_switched_off_are_not_made(monkeypatch: pytest.M
         te.tune(model())
 
 
-def test_a_gpu_without_kernels_has_nothing_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert te.tune(model()) == 0 and not Trial.asked
+    with pytest.raises(ValueError, match="expected one on a GPU that runs the kernels, got NVIDIA H000: compute cap"):
+        te.tune(model())
 
 
 @pytest.mark.parametrize(("mode", "timed"), [("", False), ("cached", False), ("off", False), ("full", True)])
@@ -168,10 +194,28 @@ def test_loading_a_model_tunes_it_where_the_environment_says_so(
     monkeypatch.setattr(nn.Module, "parameters", lambda self: iter([torch.nn.Parameter(torch.empty(1, device="meta"))]))
     tune_module.tune_at_load(on_cpu)
     assert not called
-    fake = type("OnGpu", (), {"device": torch.device("cuda", 0)})()
-    monkeypatch.setattr(nn.Module, "parameters", lambda self: iter([fake]))
+    fakes = [SimpleNamespace(device=torch.device("cuda", i)) for i in (0, 1)]
+    monkeypatch.setattr(nn.Module, "parameters", lambda self: iter(fakes))
+    tune_module.tune_at_load(on_cpu)
+    assert not called
+    monkeypatch.setattr(nn.Module, "parameters", lambda self: iter(fakes[:1]))
     tune_module.tune_at_load(on_cpu)
     assert called == [on_cpu] * timed
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError])
+def test_loading_a_model_goes_on_where_tuning_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type
+) -> None:
+    def fails(model: nn.Module, progress: object) -> None:
+        raise error("no place")
+
+    monkeypatch.setenv("EPILORA_TUNE", "full")
+    monkeypatch.setattr(tune_module, "tune", fails)
+    on_cpu = model()
+    monkeypatch.setattr(nn.Module, "parameters", lambda self: iter([SimpleNamespace(device=torch.device("cuda", 0))]))
+    tune_module.tune_at_load(on_cpu)
+    assert "EPILORA_TUNE=full: plans were not measured: no place" in caplog.text
 
 
 def test_an_unknown_mode_is_refused_before_a_model_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Measured plans are followed where they can run, the user's before the shipped ones, and the rules everywhere else."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +25,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EPILORA_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("EPILORA_TUNE", raising=False)
     monkeypatch.setattr(choice, "shipped", lambda gpu: tmp_path / "shipped.json")
-    for cache in (choice.table, choice._choose, choice._digest):
+    for cache in (choice._table, choice._choose, choice._digest):
         cache.cache_clear()
     yield
-    for cache in (choice.table, choice._choose, choice._digest):
+    for cache in (choice._table, choice._choose, choice._digest):
         cache.cache_clear()
 
 
@@ -121,7 +122,7 @@ def test_the_users_table_is_of_these_versions_and_sources(monkeypatch: pytest.Mo
 def test_a_cache_that_cannot_be_written_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EPILORA_CACHE", str(tmp_path / "file"))
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(OSError, match="EPILORA_CACHE: expected a folder to write measured plans to, got"):
         keep(GPU, HOPPER, {KEY: Measured(SLOW, 1.0, 2.0, True)})
     assert choose(P, GPU) == make_plan(P)
 
@@ -133,6 +134,52 @@ def test_by_default_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert choice.cached(GPU).parent == tmp_path / "home" / ".cache" / "torch_epilora"
+
+
+def test_a_user_without_a_home_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("EPILORA_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(choice.Path, "home", homeless)
+    assert choose(P, GPU) == make_plan(P)
+    with pytest.raises(OSError, match="EPILORA_CACHE: expected a folder for measured plans, got none"):
+        keep(GPU, HOPPER, {KEY: Measured(SLOW, 1.0, 2.0, True)})
+
+
+def test_a_tilde_is_the_users_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("EPILORA_CACHE", "~/plans")
+    assert choice.cached(GPU).parent == tmp_path / "plans"
+
+
+def test_threads_that_keep_plans_lose_none() -> None:
+    keys = [key_of(replace(P, n=16 * (i + 1))) for i in range(40)]
+
+    def work(part: int) -> None:
+        for key in keys[part::4]:
+            keep(GPU, HOPPER, {key: Measured(routes(problem_of(key, HOPPER))[0], 1.0, 2.0, True)})
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert choice.table(GPU).keys() == set(keys)
+
+
+def test_what_was_chosen_meanwhile_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that read the tables before they changed must not decide those after."""
+    read = tables.read
+
+    def slow(path: Path, gpu: str) -> dict:
+        found = read(path, gpu)
+        if path == choice.cached(gpu) and not path.exists():
+            monkeypatch.setattr(tables, "read", read)
+            keep(GPU, HOPPER, {KEY: Measured(SLOW, 1.0, 2.0, True)})
+        return found
+
+    monkeypatch.setattr(tables, "read", slow)
+    assert choose(P, GPU) == make_plan(P)
+    assert bare_of_reason(choose(P, GPU)) == bare_of_reason(SLOW)
 
 
 SHIPPED = sorted((Path(choice.__file__).parent / "configs").glob("*.json"))

@@ -17,6 +17,7 @@ from tests.cases import Case, make_case, oracle, sqnr
 from tests.ops.interpreter import repaired  # noqa: F401
 from torch_epilora.ops import dispatch, memory
 from torch_epilora.ops.checks import Call
+from torch_epilora.ops.plan import through
 from torch_epilora.ops.triton import decode, pdl, shrink
 from torch_epilora.ops.triton import launch as launches
 from torch_epilora.ops.triton.launch import Launch
@@ -56,6 +57,24 @@ def small(seed: int = 0, **given: object) -> Case:
     options = {"m": 9, "k": 272, "widths": [70, 33], "r": 8, "slots": 3, "bias": True, "b_bias": True, "poison": False}
     options = {**options, **given}
     return make_case(seed=seed, **options)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), ()])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_static_scale_has_any_shape_of_one_element(path: str, shape: tuple[int, ...]) -> None:
+    case = small(layout="tensor", codes="static", k=288, widths=[64, 32])
+    want = dispatch._linear(path)(*case.args())
+    other = replace(case, x_scale=case.x_scale.reshape(shape))
+    dispatch._runs.clear()
+    assert torch.equal(dispatch._linear(path)(*other.args()), want)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), ()])
+def test_a_static_scale_of_any_shape_reaches_the_vendors_gemm(shape: tuple[int, ...]) -> None:
+    case = small(layout="tensor", codes="static", k=288, widths=[64, 32])
+    call = Call(*replace(case, x_scale=case.x_scale.reshape(shape)).args())
+    run = dispatch.prepare(call, through(dispatch._problem(call), "hybrid", "vendor"))
+    assert sqnr(run(call), oracle(case)) > 40
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -72,6 +72,7 @@ def test_without_the_file_a_table_is_empty(tmp_path: Path, caplog: pytest.LogCap
         ('{"gpu": "NVIDIA H200", "plans": []}', "capability"),
         ('{"gpu": "NVIDIA H200", "capability": 90, "plans": []}', "int"),
         ("[" * 100_000, "recursion"),
+        ('{"gpu": "NVIDIA H200", "capability": [Infinity, 0], "plans": []}', "infinity"),
     ],
 )
 def test_what_is_no_table_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, why: str) -> None:
@@ -100,7 +101,8 @@ def test_a_huge_file_and_a_folder_are_left_out(tmp_path: Path, caplog: pytest.Lo
         {"tiles": {"shrink": {"split_k": 3}}}, {"tiles": {"shrink": {"split_k": True}}},
         {"tiles": {"shrink": {"split_k": "4"}}}, {"tiles": {"decode": {"block_m": 16}}},
         {"tiles": {"decode": {"num_stages": 64}}}, {"tiles": {"tma": {"num_stages": 4}}},
-        {"tiles": {"decode": {"overlap": 1}}},
+        {"tiles": {"decode": {"overlap": 1}}}, {"us": 10**400}, {"us": 0}, {"us": float("nan")}, {"rules_us": -1.0},
+        {"rules_us": float("inf")}, {"graph": "false"}, {"graph": 1},
     ],
 )  # fmt: skip
 def test_an_entry_that_is_no_candidate_is_left_out_and_the_others_stay(

@@ -7,7 +7,7 @@ from tests.ops.interpreter import repaired  # noqa: F401
 from torch_epilora.ops import dispatch
 from torch_epilora.ops import trial as trial_module
 from torch_epilora.ops.candidates import routes
-from torch_epilora.ops.checks import Call
+from torch_epilora.ops.checks import Call, check_call
 from torch_epilora.ops.plan import Plan, Problem, make_plan
 from torch_epilora.ops.tables import Measured
 from torch_epilora.ops.trial import Trial
@@ -78,6 +78,25 @@ def test_every_adapter_has_rows_and_every_copy_is_called() -> None:
     assert sum(counts) == 8 and sorted(counts)[-3:] == [2, 3, 3]
     assert len({call.weight.data_ptr() for call in trial.calls}) == len(trial.calls) == 2
     assert not trial.calls[0].no_adapter.item() and not Trial(Problem(8, 48, 32), [48], CPU).calls[0].has_adapters
+
+
+def test_small_weights_have_few_copies_and_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_module, "ROTATED_BYTES", 200 << 20)
+    trial = Trial(Problem(8, 2, 64), [2], CPU)
+    assert len(trial.calls) == trial_module.MOST_COPIES and len({call.x.data_ptr() for call in trial.calls}) == 1
+
+
+def test_operands_do_not_depend_on_the_default_dtype() -> None:
+    problem = Problem(8, 48, 32, 8, 2, 3)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        call = Trial(problem, [32, 16], CPU).calls[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    check_call(call)
+    # as a patched model hands them in, or another variant of the kernels would be timed
+    assert call.rank is not None and call.rank.tolist() == [[8, 8]] * 2
+    assert call.scaling is not None and call.scaling.tolist() == [[1.0, 1.0]] * 2
 
 
 def test_paths_are_timed_as_they_run_while_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""The `epilora` command: `demo`, `doctor` and `bench`."""
+"""The `epilora` command: `demo`, `doctor`, `bench` and `tune`."""

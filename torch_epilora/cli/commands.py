@@ -164,7 +164,7 @@ def tune(
     jobs: Annotated[int, typer.Option(help="Processes that search; they time in turns.", min=1)] = 8,
     output: Annotated[
         Path | None,
-        typer.Option("--out", help="Add to this table instead of the user's own.", dir_okay=False),
+        typer.Option("--out", help="Add to this file, a table to ship, instead of the user's own.", dir_okay=False),
     ] = None,
 ) -> None:
     """Search the fastest launch configurations of a model's projections on the GPU present, and keep them."""
@@ -172,7 +172,7 @@ def tune(
 
     reason = why_no_gpu()
     if reason is not None:
-        raise _fail(f"nothing to measure: {reason}.")
+        raise _fail(f"nothing to measure: {reason}. `epilora tune` times kernels on a CUDA GPU.")
     if output is not None and not output.parent.is_dir():
         raise _fail(f"--out {output}: expected a file in an existing folder, got none at {output.parent}")
     from torch_epilora.cli.tune import run_tune
@@ -183,5 +183,5 @@ def tune(
             Console(), model_dir, layout=None if layout is None else layout.value, compute=compute.value, rank=rank,
             adapters=adapters or [8], tokens=tokens or TOKENS, graph_tokens=graph_tokens, jobs=jobs, output=output,
         )  # fmt: skip
-    except ValueError as error:
+    except (ValueError, OSError, RuntimeError) as error:
         raise _fail(str(error)) from None

@@ -10,8 +10,9 @@ from rich.table import Table
 
 from torch_epilora.cli.machine import Gpu, driver_version, gpus, versions, why_no_gpu
 from torch_epilora.cli.probes import Probe, probe_fp8, probe_pdl, probe_scaled_mm
+from torch_epilora.ops import choice, tables
 from torch_epilora.ops.plan import SHARED_BYTES
-from torch_epilora.ops.switches import DISABLE_PDL, disabled_by
+from torch_epilora.ops.switches import DISABLE_PDL, TUNE, disabled_by, tune_mode
 
 __all__ = ["ARCHES", "run_doctor"]
 
@@ -57,6 +58,8 @@ def run_doctor(
     console.print(_gpu_table(devices))
     off = disabled_by(DISABLE_PDL)
     console.print(f"{DISABLE_PDL}: {'set, PDL is switched off' if off else 'not set'}", highlight=False)
+    for name in dict.fromkeys(gpu.name for gpu in devices):
+        console.print(_tables_line(name), markup=False, highlight=False, soft_wrap=True)
     console.print(_probe_table(console, devices))
 
 
@@ -73,6 +76,17 @@ def _print_paths(console: Console, folder: Path, arch: int | None, *, layout: st
     if arch is None:
         console.print("--arch 90 shows the paths on a GPU of capability 9.0", highlight=False)
     console.print()
+
+
+def _tables_line(gpu: str) -> str:
+    """Say which tables of measured plans count on a GPU."""
+    if tune_mode() == "off":
+        return f"{TUNE}=off: {gpu} follows the rules' plans"
+    try:
+        paths = choice.shipped(gpu), choice.cached(gpu)
+    except OSError as error:
+        return f"measured plans of {gpu}: {error}"
+    return f"measured plans of {gpu}: {' and '.join(f'{len(tables.read(path, gpu))} of {path}' for path in paths)}"
 
 
 def _versions_table() -> Table:

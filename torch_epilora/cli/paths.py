@@ -69,13 +69,16 @@ def paths_table(
     capability = None if arch is None else divmod(arch, 10)
     reasons: list[str] = []
     for info, count in read_projections(folder, layout=layout, compute=compute, rank=rank, slots=slots).items():
-        last: dict[tuple[str, int], int] = {}
+        spans: list[tuple[str, int, int]] = []  # path, number of its reason, last number of tokens
         for tokens in TOKENS:
             path, reason = choose_path(info, tokens, capability, getattr(torch, dtype), gpu)
             if reason not in reasons:
                 reasons.append(reason)
-            last[path, reasons.index(reason) + 1] = tokens
-        paths = "\n".join(f"to {tokens}: {path} ({number})" for (path, number), tokens in last.items())
+            number = reasons.index(reason) + 1
+            if spans and spans[-1][:2] == (path, number):
+                spans.pop()
+            spans.append((path, number, tokens))
+        paths = "\n".join(f"to {last}: {path} ({number})" for path, number, last in spans)
         name = "+".join(info.names).replace("_proj", "")
         table.add_row(name, str(count), str(info.k), str(info.n), paths)
     return table, reasons

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from torch_epilora.cli.projections import choose_layout, read_dtype, read_projec
 from torch_epilora.nn.tuning import Size, sizes
 from torch_epilora.ops import choice, tables
 from torch_epilora.ops.plan import Plan, Problem, unsupported
-from torch_epilora.ops.tables import Measured, problem_of
+from torch_epilora.ops.switches import TUNE, tune_mode
+from torch_epilora.ops.tables import Key, Measured, problem_of
 from torch_epilora.ops.trial import Trial
 
 __all__ = ["run_tune"]
@@ -51,47 +55,85 @@ def run_tune(
     Raises
     ------
     ValueError
-        If the folder is no model's or the GPU runs none of the kernels.
+        If the folder is no model's, the GPU runs none of the kernels, ``output`` is there and no table of this GPU, or
+        ``EPILORA_TUNE=off``.
+    OSError
+        If the table cannot be written.
+    RuntimeError
+        If a process that searches was killed.
     """
+    if tune_mode() == "off":
+        raise ValueError(f"{TUNE}=off: measured plans are not used, so there is nothing to search. Unset it.")
     device = torch.device("cuda", torch.cuda.current_device())
     gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     why = unsupported(capability)
     if why is not None:
         raise ValueError(f"{gpu}: nothing to tune: {why}")
-    chosen, _ = choose_layout(folder, layout)
+    chosen, note = choose_layout(folder, layout)
+    if note is not None:
+        console.print(note, markup=False, highlight=False)
+    todo = _sizes(folder, chosen, compute, rank, adapters, tokens, graph_tokens, capability)
+    # before minutes of work: is there a place for it, and nothing in it that would be lost?
+    save = partial(_save, output, gpu, capability)
+    if output is not None and output.exists() and not tables.is_table(output, gpu):
+        raise ValueError(
+            f"--out {output}: expected a new file or a table of {gpu}, got another file. Name another one."
+        )
+    path = save({})
+    console.print(f"{len(todo)} sizes on {gpu}", markup=False)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(todo)), spawn, _begin, (spawn.Lock(),)) as pool:
+        searched = [pool.submit(_search, size, capability) for size in todo]
+        for _ in track(as_completed(searched), "Searching", len(todo), console=console, transient=True):
+            pass
+    # once more, now that no other process uses the GPU
+    for size, search in zip(track(todo, "Choosing", console=console, transient=True), searched, strict=True):
+        key = size.key
+        name = f"{key.tokens} tokens, {key.adapters} adapters, {key.k} to {key.n}"
+        try:
+            trial = Trial(problem_of(key, capability), size.widths, device)
+            measured = trial.fastest(search.result(), graph=size.graph)
+        except BrokenProcessPool as error:
+            raise RuntimeError(f"a process was killed, for want of memory? Fewer --jobs take less: {error}") from error
+        except RuntimeError as error:
+            console.print(f"{name}: left out: {str(error)[:300]}", markup=False, highlight=False)
+            continue
+        path = save({key: measured})
+        console.print(
+            f"{name}: {measured.rules_us:.1f} -> {measured.us:.1f} us, {measured.plan.path} over {measured.plan.base}",
+            markup=False, highlight=False,
+        )  # fmt: skip
+    console.print(f"written to {path}", markup=False, highlight=False)
+
+
+def _save(output: Path | None, gpu: str, capability: tuple[int, int], plans: dict[Key, Measured]) -> Path:
+    """Add plans to the table that was named, or the user's; return where it is."""
+    if output is None:
+        return choice.keep(gpu, capability, plans)
+    tables.write(output, gpu, capability, tables.read(output, gpu) | plans, choice.versions())
+    return output
+
+
+def _sizes(
+    folder: Path, layout: str, compute: str, rank: int, adapters: Sequence[int], tokens: Sequence[int],
+    graph_tokens: int, capability: tuple[int, int],
+) -> list[Size]:  # fmt: skip
+    """List what a model's projections run with each number of adapters; those without slots run bare."""
     dtype = getattr(torch, read_dtype(folder))
-    projections_found = read_projections(folder, layout=chosen, compute=compute, rank=rank, slots=1)
-    todo: list[Size] = []
+    found = read_projections(folder, layout=layout, compute=compute, rank=rank, slots=1)
+    todo: dict[Key, Size] = {}
     for slots in adapters:
         projections = [
             (
-                Problem(1, p.n, p.k, rank, len(p.slices), slots + 1, p.layout, compute, dtype, capability),
+                Problem(
+                    1, p.n, p.k, rank if p.slots else 0, len(p.slices), slots + 1, p.layout, compute, dtype, capability
+                ),
                 p.slices,
             )
-            for p in projections_found
+            for p in found
         ]
-        todo += [size for size in sizes(projections, tokens, graph_tokens) if size not in todo]
-    console.print(f"{len(todo)} sizes on {gpu}", markup=False)
-    spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(min(jobs, len(todo)), _begin, (spawn.Lock(),)) as pool:
-        searched = pool.imap_unordered(_search, [(size, capability) for size in todo])
-        plans = list(track(searched, "Searching", len(todo), console=console, transient=True))
-    best: dict[tables.Key, Measured] = {}
-    # once more, now that no other process uses the GPU
-    for size, found_plans in track(plans, "Choosing", console=console, transient=True):
-        key = size.key
-        measured = Trial(problem_of(key, capability), size.widths, device).fastest(found_plans, graph=size.graph)
-        best[key] = measured
-        console.print(
-            f"{key.tokens} tokens, {key.adapters} adapters, {key.k} to {key.n}: {measured.rules_us:.1f} -> "
-            f"{measured.us:.1f} us, {measured.plan.path} over {measured.plan.base}",
-            markup=False, highlight=False,
-        )  # fmt: skip
-    if output is None:
-        output = choice.keep(gpu, capability, best)
-    else:
-        tables.write(output, gpu, capability, tables.read(output, gpu) | best, choice.versions())
-    console.print(f"written to {output}", markup=False, highlight=False)
+        todo |= {size.key: size for size in sizes(projections, tokens, graph_tokens)}
+    return list(todo.values())
 
 
 _alone: Any = None
@@ -102,12 +144,11 @@ def _begin(lock: Any) -> None:
     _alone = lock
 
 
-def _search(work: tuple[Size, tuple[int, int]]) -> tuple[Size, list[Plan]]:
+def _search(size: Size, capability: tuple[int, int]) -> list[Plan]:
     """Search one size in a process of its own; kernels are compiled beside others, and timed while the lock is held."""
-    size, capability = work
     device = torch.device("cuda", torch.cuda.current_device())
     trial = Trial(problem_of(size.key, capability), size.widths, device, _alone)
-    found = size, trial.search(graph=size.graph)
+    found = trial.search(graph=size.graph)
     del trial
     torch.cuda.empty_cache()
     return found

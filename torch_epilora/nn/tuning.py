@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import index
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from torch_epilora.nn.adapters import patched_parts
 from torch_epilora.nn.describe import describe
 from torch_epilora.nn.linear import groups_of
-from torch_epilora.ops import choice, dispatch
+from torch_epilora.ops import choice
 from torch_epilora.ops.arithmetic import next_power_of_2
 from torch_epilora.ops.plan import Problem, unsupported
 from torch_epilora.ops.switches import TUNE, tune_mode
@@ -65,11 +66,13 @@ def tune(
 ) -> int:
     """Time the paths that a model's projections can take on its GPU, and follow the fastest from now on.
 
-    A size is a projection with all its slots, or without adapters, and a power of two of tokens. Sizes that were timed
-    before on this GPU, by the same version, are not timed again: they are kept in a table in
-    ``EPILORA_CACHE`` (by default ``~/.cache/torch_epilora``), and common models have theirs with the library. When the
-    time is up the rest keep the rules' plans until the next call. Plans differ in speed and in the last bits of a
-    result, as other token counts do.
+    A size is a projection with all its slots, or without adapters, and a power of two of tokens; a Llama-like model has
+    some 100, of which each takes a few seconds where its kernels have to be compiled. Sizes that were timed before on
+    this GPU, by the same version, are not timed again: they are kept in a table in ``EPILORA_CACHE`` (by default
+    ``~/.cache/torch_epilora``); for the H200 a table of Qwen3-8B's projections with slots of rank 64 comes with the
+    library. When the time is up the rest keep the rules' plans until the next call. Plans differ in speed and in the
+    last bits of a result, as other token counts do. Beside the model it takes memory for a projection of each size:
+    adapters in all slots, 200 MB of weights, inputs and outputs.
 
     Parameters
     ----------
@@ -92,21 +95,26 @@ def tune(
     Raises
     ------
     TypeError, ValueError
-        If it is no patched model, lies on no GPU or on several, an argument does not fit, or ``EPILORA_TUNE=off``.
+        If it is no patched model, lies on no GPU that runs the kernels or on several, an argument does not fit, or
+        ``EPILORA_TUNE=off``.
     OSError
         If the table cannot be written; nothing changes then.
     """
     if tune_mode() == "off":
         raise ValueError(f"{TUNE}=off: measured plans are not used, so there is nothing to time. Unset it.")
-    counts = list(tokens)
-    if not all(type(m) is int and m > 0 for m in counts):
-        raise ValueError(f"tokens: expected positive integers, got {counts}.")
-    if not graph_tokens >= 0 or not seconds >= 0:
-        raise ValueError(f"graph_tokens, seconds: expected at least 0, got {graph_tokens} and {seconds}.")
+    counts = _counts(tokens)
+    for name, value in (("graph_tokens", graph_tokens), ("seconds", seconds)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name}: expected a number, got {type(value).__name__}.")
+        if not value >= 0:
+            raise ValueError(f"{name}: expected at least 0, got {value}.")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: expected a function of two counts, got {type(progress).__name__}.")
     device = _device(model)
     capability, gpu = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-    if unsupported(capability):
-        return 0
+    why = unsupported(capability)
+    if why is not None:
+        raise ValueError(f"model: expected one on a GPU that runs the kernels, got {gpu}: {why}.")
     known = choice.table(gpu)
     todo = [
         size
@@ -115,28 +123,51 @@ def tune(
     ]
     found: dict[Key, Measured] = {}
     end = time.monotonic() + seconds
-    for done, size in enumerate(todo):
-        if progress is not None:
-            progress(done, len(todo))
-        if time.monotonic() >= end:
-            logger.info(
-                "%d of %d sizes were timed in %g s; the others keep the rules' plans.", done, len(todo), seconds
-            )
-            break
-        found[size.key] = Trial(problem_of(size.key, capability), size.widths, device).fastest(graph=size.graph)
-    if found:
-        choice.keep(gpu, capability, found)
-        dispatch.replan()
+    try:
+        for done, size in enumerate(todo):
+            if progress is not None:
+                progress(done, len(todo))
+            if time.monotonic() >= end:
+                logger.warning(
+                    "%d of %d sizes were timed in %g s, the rest keep the rules' plans. Call torch_epilora.tune(model, "
+                    "seconds=...) to time them too.", done, len(todo), seconds,
+                )  # fmt: skip
+                break
+            try:
+                trial = Trial(problem_of(size.key, capability), size.widths, device)
+                found[size.key] = trial.fastest(graph=size.graph)
+            except RuntimeError as error:  # no memory for it, or a kernel that does not run
+                logger.warning("%s keeps the rules' plan: %s", size.key, str(error)[:300])
+    finally:
+        if found:
+            choice.keep(gpu, capability, found)
     if progress is not None:
         progress(len(found), len(todo))
     return len(found)
 
 
+def _counts(tokens: Iterable[int]) -> list[int]:
+    try:
+        counts = [index(m) for m in tokens]
+    except TypeError as error:
+        raise TypeError(f"tokens: expected integers, got {tokens!r}: {error}.") from None
+    if not counts or min(counts) < 1:
+        raise ValueError(f"tokens: expected positive integers, got {counts}.")
+    return counts
+
+
 def tune_at_load(model: nn.Module) -> None:
-    """Tune a model that was just patched, if ``EPILORA_TUNE=full`` and it lies on one GPU."""
-    if tune_mode() != "full" or {t.device.type for t in model.parameters()} != {"cuda"}:
+    """Tune a model that was just patched, if ``EPILORA_TUNE=full`` and it lies on one GPU that runs the kernels.
+
+    What goes wrong is logged: the model is right without measured plans.
+    """
+    devices = {t.device for t in model.parameters()}
+    if tune_mode() != "full" or len(devices) != 1 or next(iter(devices)).type != "cuda":
         return
-    tune(model, progress=_shown if sys.stderr.isatty() else None)
+    try:
+        tune(model, progress=_shown if sys.stderr.isatty() else None)
+    except (OSError, RuntimeError, ValueError) as error:
+        logger.warning("%s=full: plans were not measured: %s", TUNE, error)
 
 
 def _shown(done: int, todo: int) -> None:
@@ -150,20 +181,22 @@ def _device(model: nn.Module) -> torch.device:
     devices = {group.codes.device for group in groups_of(linears)}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"model: expected a model on one GPU, got projections on {names}. Move it with .to('cuda').")
+        raise ValueError(
+            f"model: expected all projections on one GPU, got them on {names}. Move the model with .to('cuda'); over "
+            "several GPUs it follows the rules' plans and the shipped ones."
+        )
     return next(iter(devices))
 
 
 def _projections(model: nn.Module, capability: tuple[int, int]) -> list[tuple[Problem, tuple[int, ...]]]:
+    """List the projections as they run: the members of a group that the model calls apart one by one."""
     _, linears = patched_parts(model)
-    dtypes = [group.bank.dtype for group in groups_of(linears)]
-    return [
-        (
-            Problem(
-                1, info.n, info.k, info.max_rank if info.slots else 0, len(info.slices), info.slots + 1, info.layout,
-                info.compute, dtype, capability,
-            ),
-            info.slices,
-        )
-        for info, dtype in zip(describe(model), dtypes, strict=True)
-    ]  # fmt: skip
+    found = []
+    for info, group in zip(describe(model), groups_of(linears), strict=True):
+        for slices in [info.slices] if info.fused or len(info.names) == 1 else [(n,) for n in info.slices]:
+            problem = Problem(
+                1, sum(slices), info.k, info.max_rank if info.slots else 0, len(slices), info.slots + 1, info.layout,
+                info.compute, group.bank.dtype, capability,
+            )  # fmt: skip
+            found.append((problem, slices))
+    return found

@@ -153,6 +153,11 @@ def check_codes(x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, layou
         raise _fail("x_scale", f"shape {expected} for x {tuple(x.shape)} and a {layout} weight", tuple(x_scale.shape))
 
 
+def row_stride(x_scale: Tensor | None) -> int:
+    """Elements between two rows' scales; 0 where one scale serves all rows, whatever its shape."""
+    return 0 if x_scale is None or x_scale.numel() == 1 else x_scale.stride(0)
+
+
 def check_groups(x: Tensor, sorted_tokens: Tensor, ids: Tensor, counts: Tensor, starts: Tensor) -> None:
     """Raise unless the batch metadata has the shapes of :class:`Groups` for x's rows."""
     device = x.device

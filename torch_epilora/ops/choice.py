@@ -4,6 +4,7 @@ Two tables are read: the one shipped for a GPU (``configs/<gpu>.json``, written 
 which has what was timed on this machine and comes first. They choose among candidates that compute one function.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -14,6 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import Lock
 
 import torch
 
@@ -25,6 +27,8 @@ from torch_epilora.ops.tables import Key, Measured, key_of
 logger = logging.getLogger("torch_epilora")
 
 _OPS = Path(__file__).parent
+_generation = 0
+_changing = Lock()
 
 
 def choose(problem: Problem, gpu: str) -> Plan:
@@ -47,13 +51,13 @@ def choose(problem: Problem, gpu: str) -> Plan:
     ValueError
         If ``EPILORA_TUNE`` is none of its values.
     """
-    return _choose(bucketed(problem), gpu, tune_mode() != "off")
+    return _choose(bucketed(problem), gpu, tune_mode() != "off", generation())
 
 
 @lru_cache(maxsize=4096)
-def _choose(problem: Problem, gpu: str, measured: bool) -> Plan:
+def _choose(problem: Problem, gpu: str, measured: bool, tables_of: int) -> Plan:
     rules = make_plan(problem)
-    found = table(gpu).get(key_of(problem)) if measured else None
+    found = _table(gpu, tables_of).get(key_of(problem)) if measured else None
     if found is None:
         return rules
     # kernels that the plan does not use keep the rules' tiles: those of the key's problem may not run this one
@@ -71,10 +75,23 @@ def _reason(found: Measured, gpu: str) -> str:
     return f"the fastest when measured on {gpu}, {how}"
 
 
-@lru_cache(maxsize=16)
+def generation() -> int:
+    """Count how often tables changed in this process; what was chosen under another count may be outdated."""
+    return _generation
+
+
 def table(gpu: str) -> dict[Key, Measured]:
     """Read what was measured on a GPU: the shipped table, and over it the user's own."""
-    return tables.read(shipped(gpu), gpu) | tables.read(cached(gpu), gpu)
+    return _table(gpu, _generation)
+
+
+@lru_cache(maxsize=16)
+def _table(gpu: str, tables_of: int) -> dict[Key, Measured]:
+    try:
+        own = tables.read(cached(gpu), gpu)
+    except OSError:  # there is no place for one
+        own = {}
+    return tables.read(shipped(gpu), gpu) | own
 
 
 def keep(gpu: str, capability: tuple[int, int], plans: Mapping[Key, Measured]) -> Path:
@@ -87,10 +104,18 @@ def keep(gpu: str, capability: tuple[int, int], plans: Mapping[Key, Measured]) -
     OSError
         If it cannot be written; nothing changes then.
     """
+    global _generation
     path = cached(gpu)
-    tables.write(path, gpu, capability, {**tables.read(path, gpu), **plans}, versions())
-    _choose.cache_clear()
-    table.cache_clear()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # other threads and processes add to it too
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            tables.write(path, gpu, capability, {**tables.read(path, gpu), **plans}, versions())
+    except OSError as error:
+        raise OSError(f"{CACHE}: expected a folder to write measured plans to, got {path.parent}: {error}") from error
+    with _changing:
+        _generation += 1
     return path
 
 
@@ -100,11 +125,19 @@ def shipped(gpu: str) -> Path:
 
 
 def cached(gpu: str) -> Path:
-    """Path of the user's table; what else a time depends on is in its name, so that another version begins anew."""
-    folder = os.environ.get(CACHE)
-    if not folder:
-        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_epilora")
-    return Path(folder) / f"{_file_name(gpu)}-{_digest()}.json"
+    """Path of the user's table; what else a time depends on is in its name, so that another version begins anew.
+
+    Raises
+    ------
+    OSError
+        If the environment names no folder and the user has no home.
+    """
+    folder, home = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
+    try:
+        place = Path(folder).expanduser() if folder else Path(home or Path.home() / ".cache") / "torch_epilora"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{CACHE}: expected a folder for measured plans, got none: {error}") from error
+    return place / f"{_file_name(gpu)}-{_digest()}.json"
 
 
 def _file_name(gpu: str) -> str:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from torch_epilora.ops import checks, reference
 from torch_epilora.ops.checks import Call, Groups, On
-from torch_epilora.ops.choice import choose
+from torch_epilora.ops.choice import choose, generation
 from torch_epilora.ops.memory import like, remember
 from torch_epilora.ops.plan import Plan, Problem, make_plan, refusal, through, unsupported
 from torch_epilora.ops.schemas import LINEAR_OPS, SCHEMAS, library
@@ -90,7 +90,7 @@ def _vendor(call: Call) -> Callable[[Call, Tensor, Tensor], Tensor]:
     m, n, dtype, layout = call.x.shape[0], call.weight.shape[0], call.x.dtype, call.layout
 
     def by_row(call: Call, x: Tensor, scale: Tensor) -> Tensor:
-        if scale.dim() != 2:
+        if scale.shape != (m, 1):
             scale = scale.view(-1, 1) if scale.numel() == m else scale.view(1, 1).expand(m, 1).contiguous()
         weight_scale = call.weight_scale.view(1, -1)
         if layout == "tensor" and n > 1:
@@ -263,10 +263,10 @@ def _tma(call: Call, plan: Plan, *, bare: bool) -> K2 | None:
     def run(call: Call, at: Call, on: On, h, x: Tensor, scale: Tensor) -> Tensor:
         return tma(x, scale, call.weight, at.weight_scale, at.bias, h, *adapters(at), on)
 
-    m, k = call.x.shape
+    k = call.x.shape[1]
     stride_cm, stride_sm = k, scale_stride(k, _quantizer(call))
     if call.x_codes is not None and call.x_scale is not None:
-        stride_cm, stride_sm = call.x_codes.stride(0), call.x_scale.stride(0) if call.x_scale.shape[0] == m else 0
+        stride_cm, stride_sm = call.x_codes.stride(0), checks.row_stride(call.x_scale)
     tma = prepare_tma(
         call.x, stride_cm, stride_sm, call.weight, call.bias, call.layout, plan.tma, *adapters(call)
     )  # fmt: skip
@@ -374,12 +374,6 @@ _last: dict[tuple, tuple[Callable[..., bool], Run]] = {}
 """By the cheap half of what they ask of a call: the runs that were found last, and what tells the other half."""
 
 
-def replan() -> None:
-    """Plan calls anew, as tables of measured plans have changed; what a CUDA graph captured stays as it is."""
-    _runs.clear()
-    _last.clear()
-
-
 def _traits(call: Call, tensors: list[Tensor]) -> tuple:
     """All that checking, planning and preparing a call ask of it, but for its tensors' sizes, strides and so on."""
     flag = call.no_adapter
@@ -394,7 +388,7 @@ def _traits(call: Call, tensors: list[Tensor]) -> tuple:
 def _find(name: str | None, call: Call) -> Run:
     """Prepare a call, or find what was prepared for one like it: all that has been asked of them is the same."""
     tensors = [t for t in (*call[:6], *call[9:16], *call.a, *call.b, *call.b_bias) if t is not None]
-    traits = name, _pdl(call), *_traits(call, tensors)
+    traits = name, _pdl(call), generation(), *_traits(call, tensors)
     alike, run = _last.get(traits, (None, None))
     if alike is None or run is None or not alike(*tensors):
         key = *traits, *[(t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]

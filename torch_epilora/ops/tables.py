@@ -103,14 +103,14 @@ def read(path: Path, gpu: str) -> dict[Key, Measured]:
         major, minor = map(int, content["capability"])
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        logger.warning("%s is left out, so plans are those of the rules: %s", path, error)
+    except (OSError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError) as error:
+        logger.warning("%s: this table of measured plans is left out: %s", path, error)
         return {}
     found, wrong = {}, []
     for entry in content["plans"]:
         try:
             key, measured = _entry(entry, (major, minor))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError) as error:
             wrong.append(f"{type(error).__name__}: {error}")
             continue
         found[key] = measured
@@ -118,6 +118,15 @@ def read(path: Path, gpu: str) -> dict[Key, Measured]:
         counts = f"{len(wrong)} of {len(content['plans'])}"
         logger.warning("%s: %s plans are left out, the first for %s", path, counts, wrong[0])
     return found
+
+
+def is_table(path: Path, gpu: str) -> bool:
+    """Say whether a file is a table of a GPU, to which plans can be added without losing anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content["gpu"] == gpu and isinstance(content["plans"], list)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return False
 
 
 def _entry(entry: dict[str, Any], capability: tuple[int, int]) -> tuple[Key, Measured]:
@@ -146,8 +155,12 @@ def _entry(entry: dict[str, Any], capability: tuple[int, int]) -> tuple[Key, Mea
     why = candidates.refused(plan, problem)
     if why is not None:
         raise ValueError(why)
-    us, rules_us = float(entry["us"]), float(entry["rules_us"])
-    return key, Measured(plan, us, rules_us, bool(entry["graph"]))
+    us, rules_us, graph = float(entry["us"]), float(entry["rules_us"]), entry["graph"]
+    if not (0 < us < _MOST and 0 < rules_us < _MOST and type(graph) is bool):
+        raise ValueError(
+            f"us={us}, rules_us={rules_us}, graph={graph!r}: expected times and whether they are of a graph"
+        )
+    return key, Measured(plan, us, rules_us, graph)
 
 
 def write(

@@ -63,7 +63,8 @@ def _capture(step: Callable[[int], object], copies: int) -> torch.cuda.CUDAGraph
         step(0)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
+    # other threads may allocate meanwhile
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         for copy in range(copies):
             step(copy)
     return graph

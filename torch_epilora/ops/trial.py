@@ -22,6 +22,8 @@ logger = logging.getLogger("torch_epilora")
 
 ROTATED_BYTES = 200 << 20
 """Bytes of weights in rotation, more than an L2 cache holds: in a model each call's come from memory."""
+MOST_COPIES = 64
+"""Of small weights, which then stay in the cache."""
 LEAST_SQNR = 40.0
 """Decibels between the outputs of two right plans: rounding alone gives over 50, a lost adapter under 20."""
 LEAST_GAIN = 0.995
@@ -59,17 +61,22 @@ class Trial:
             return torch.empty(shape, dtype=p.dtype, device=device).normal_(0, spread, generator=generator)
 
         adapters = p.groups - 1 if p.rank else 0
-        slots = torch.arange(p.m, device=device) * adapters // p.m if adapters else torch.full((p.m,), -1)
-        groups = adapter_groups(slots.to(torch.int32).to(device), p.m, max(adapters, 1), any_adapter=adapters > 0)
+        slots = torch.arange(p.m, device=device, dtype=torch.int32)
+        slots = slots * adapters // p.m if adapters else slots.fill_(-1)
+        groups = adapter_groups(slots, p.m, max(adapters, 1), any_adapter=adapters > 0)
+        # as the slots of a patched model have them
+        per_slot = (len(widths), adapters)
+        rank = torch.full(per_slot, p.rank, dtype=torch.int32, device=device) if adapters else None
+        scaling = torch.ones(per_slot, dtype=torch.float32, device=device) if adapters else None
         a = [random(adapters, p.rank, p.k, spread=p.k**-0.5) for _ in widths] if adapters else []
         b = [random(adapters, width, p.rank, spread=p.rank**-0.5) for width in widths] if adapters else []
         weight = random(p.n, p.k, spread=p.k**-0.5).to(torch.float8_e4m3fn)
-        scale = torch.ones({"tensor": (1,), "channel": (p.n, 1)}.get(p.layout, (-(-p.n // BLOCK), -(-p.k // BLOCK))))
-        copies = max(2, -(-ROTATED_BYTES // weight.numel()))
+        blocks = (-(-p.n // BLOCK), -(-p.k // BLOCK))
+        shape = {"tensor": (1,), "channel": (p.n, 1), "block": blocks}[p.layout]
+        scale, x = torch.ones(shape, dtype=torch.float32, device=device), random(p.m, p.k)
+        copies = min(max(2, -(-ROTATED_BYTES // weight.numel())), MOST_COPIES)
         self.calls = [
-            Call(
-                random(p.m, p.k), None, None, copy, scale.to(device), None, a, b, [], None, None, *groups, p.compute
-            )
+            Call(x, None, None, copy, scale, None, a, b, [], rank, scaling, *groups, p.compute)
             for copy in (weight, *(weight.clone() for _ in range(copies - 1)))
         ]  # fmt: skip
 

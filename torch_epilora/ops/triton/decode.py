@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
-from torch_epilora.ops.checks import BLOCK, Groups, aligned
+from torch_epilora.ops.checks import BLOCK, Groups, aligned, row_stride
 from torch_epilora.ops.plan import Decode, terms
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.common import (
@@ -367,8 +367,8 @@ def prepare_decode(
     split = config.split_k if tiles and config.split_k > 1 else 0
     codes = terms("w8a16" if quantize == q.TERMS else "w8a8", dtype)
     stride_sm = q.scale_stride(k, quantize)
-    if quantize < 0 and x_scale is not None and x_scale.shape[0] == m:
-        stride_sm = x_scale.stride(0)
+    if quantize < 0:
+        stride_sm = row_stride(x_scale)
     stride_cm = k if quantize >= 0 else x.stride(0) if x_codes is None else x_codes.stride(0)
     kernel = kept(
         decode_kernel, (x.get_device(), dtype), _decode_shape, m, k, r, num_groups, slots, tiles,

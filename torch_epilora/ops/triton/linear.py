@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
-from torch_epilora.ops.checks import BLOCK, Groups
+from torch_epilora.ops.checks import BLOCK, Groups, row_stride
 from torch_epilora.ops.plan import Gemm
 from torch_epilora.ops.triton.common import ASM, pick, rows_at, slot_rank, slot_scaling, sum_of, walk_tiles
 from torch_epilora.ops.triton.launch import Shape, kept
@@ -163,7 +163,7 @@ def linear(
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
     b, b_bias = b or [], b_bias or []
     lora = h is not None
-    stride_sm = 0 if x_scale is None or x_scale.shape[0] != m else x_scale.stride(0)
+    stride_sm = row_stride(x_scale)
     kernel = kept(
         linear_kernel, (x.get_device(), x.dtype, out_dtype), _linear_shape, m, k,
         tuple([t.shape[1] for t in b]) if lora else (n,),
