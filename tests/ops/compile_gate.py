@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -108,8 +109,9 @@ class Gate:
         weight = torch.empty(p.n, p.k, dtype=FP8)
         base_bias = torch.empty(p.n, dtype=p.dtype) if bias else None
         adapters = dict(h=h, b=b, b_bias=b_bias, rank=ranks, scaling=scaling, groups=g)
-        linear(codes, x_scale, weight, scale, base_bias, p.layout, p.dtype, plan.gemm, **adapters)
-        linear(codes, x_scale, weight, scale, base_bias, p.layout, p.dtype, plan.gemm)
+        if plan.base == "own" or plan == make_plan(p):
+            linear(codes, x_scale, weight, scale, base_bias, p.layout, p.dtype, plan.gemm, **adapters)
+            linear(codes, x_scale, weight, scale, base_bias, p.layout, p.dtype, plan.gemm)
         y = torch.empty(p.m, p.n, dtype=p.dtype)
         expand_add(y, h, b, b_bias, ranks, scaling, g, plan.expand)
         if plan.base == "decode":
@@ -157,13 +159,15 @@ class Gate:
         dispatch._decode(call, plan, bare=beside)(call)
 
     def shipped(self) -> None:
-        """Launch what the shipped tables of GPUs of this architecture name."""
+        """Launch what the shipped tables of GPUs of this architecture name beyond the rules' plans."""
         for path in sorted((Path(choice.__file__).parent / "configs").glob("*.json")):
             head = json.loads(path.read_text())
             if tuple(head["capability"]) != self.capability:
                 continue
             for key, measured in tables.read(path, head["gpu"]).items():
                 p, plan = tables.problem_of(key, self.capability), measured.plan
+                if replace(plan, reason=(rules := make_plan(p)).reason) == rules:
+                    continue
                 if plan.path == "decode":
                     self.decode(p, plan=plan)
                 elif p.rank:
