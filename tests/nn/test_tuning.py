@@ -86,6 +86,9 @@ def test_calls_follow_what_was_timed_and_nothing_is_timed_twice() -> None:
     assert path(choice.choose(problem, GPU)) == path(want) != path(rules)
     assert len(Trial.asked) == 4
     assert te.tune(one, tokens=[64]) == 0 and len(Trial.asked) == 4
+    assert all(graph for *_, graph in Trial.asked)
+    te.tune(one, tokens=[512, 513])
+    assert [graph for *_, graph in Trial.asked[4:]] == [True] * 4 + [False] * 4
     # as the other kind of run it is another time
     assert te.tune(one, tokens=[64], graph_tokens=32) == 4 and not Trial.asked[-1][-1]
     assert te.tune(model(slots=9), tokens=[64]) == 4  # of these two bare, which ran outside a graph

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.cases import Case, make_case, oracle, sqnr
 from tests.ops.interpreter import repaired  # noqa: F401
-from torch_epilora.ops import dispatch, memory
+from torch_epilora.ops import choice, dispatch, memory
 from torch_epilora.ops.checks import Call
 from torch_epilora.ops.plan import through
 from torch_epilora.ops.triton import decode, pdl, shrink
@@ -57,6 +57,16 @@ def small(seed: int = 0, **given: object) -> Case:
     options = {"m": 9, "k": 272, "widths": [70, 33], "r": 8, "slots": 3, "bias": True, "b_bias": True, "poison": False}
     options = {**options, **given}
     return make_case(seed=seed, **options)
+
+
+def test_a_call_is_planned_anew_once_tables_changed(prepared: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, run = small(), dispatch._linear(None)
+    run(*case.args())
+    run(*case.args())
+    assert len(prepared) == 1
+    monkeypatch.setattr(choice, "_generation", choice.generation() + 1)
+    run(*case.args())
+    assert len(prepared) == 2
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), ()])

@@ -189,6 +189,17 @@ def test_the_librarys_gemm_serves_what_fills_the_gpu_about_once(m: int, n: int, 
     assert (plan.path, plan.base) == (path, base)
 
 
+def test_a_path_that_is_asked_for_has_tiles_of_its_own() -> None:
+    """Beside K1 and the expand a decode kernel has those of the bare base, which adapters may not fit."""
+    many = replace(PROBLEM, m=64, groups=33, rank=64)
+    assert make_plan(many).base == "decode" and make_plan(many).decode != through(many, "decode", "own").decode
+    for name, base in (("decode", "own"), ("fused", "own"), ("hybrid", "decode")):
+        plan = dispatch._forced(name, many)
+        assert (plan.path, plan.base) == (name, base) and plan == through(many, name, base)
+    vendor = replace(PROBLEM, m=2048)
+    assert dispatch._forced("fused", vendor) == through(vendor, "fused", "vendor")
+
+
 @pytest.mark.parametrize(("m", "groups", "base"), [(64, 17, "decode"), (64, 16, "own"), (32, 33, "own")])
 def test_many_adapters_over_32_tokens_are_added_by_a_kernel_of_their_own(m: int, groups: int, base: str) -> None:
     plan = make_plan(replace(PROBLEM, m=m, groups=groups))
