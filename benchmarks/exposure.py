@@ -14,8 +14,8 @@ import torch
 
 from benchmarks import layer
 from benchmarks.models import MODELS
-from benchmarks.overhead import add_options, checked_options, compile_all, conclude, measure, wrong
-from benchmarks.timing import environment, need_gpu
+from benchmarks.overhead import add_options, checked_options, compile_all, conclude, measure
+from benchmarks.timing import environment, need_gpu, wrong
 
 VARIANTS = ("codes", "h_given", "gemm", "shrink")
 SHAPES = ["qwen3-8b", "qwen3-8b-tp2", "qwen3-8b-tp4", "qwen3-8b-tp8", "qwen3-0.6b", "qwen3-1.7b"]

@@ -14,16 +14,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks import batches, layer, peers, sglang_part, tenants
 from benchmarks.models import MODELS
-from benchmarks.overhead import conclude, h_oracle, wrong
+from benchmarks.overhead import conclude, h_oracle
 from benchmarks.peers import Call
-from benchmarks.timing import check_out, copies, environment, need_gpu
+from benchmarks.timing import add_run_options, check_run_options, copies, environment, need_gpu, wrong
 from tests.cases import Case, make_case
 from torch_epilora.ops.dispatch import plan_of
 from torch_epilora.ops.timing import median_times
@@ -77,15 +76,13 @@ def shrink_row(m: int, slots: int, repeat: int) -> dict:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=3, help="repeats of each projection's measurement")
-    parser.add_argument("--out", type=Path)
+    add_run_options(parser)
     given = parser.parse_args(arguments)
-    if given.repeat < 1:
-        parser.error(f"--repeat: expected at least 1, but {given.repeat} came")
-    check_out(parser, given.out)
+    check_run_options(parser, given)
     need_gpu()
-    systems = [*tenants.OURS, *(name for name in peers.installed() if name in ("vllm_bare", *tenants.PEERS))]
-    options = argparse.Namespace(rank=RANK, batch="even", layout="channel", systems=systems, repeat=given.repeat)
+    options = argparse.Namespace(
+        rank=RANK, batch="even", layout="channel", systems=tenants.systems(), repeat=given.repeat
+    )
     sources, started = {**environment(), "sglang": sglang_part.release()}, time.perf_counter()
     rows, failed = [], False
     for tokens, adapters in product(TOKENS, ADAPTERS):

@@ -36,7 +36,7 @@ from torch import Tensor
 from benchmarks import batches, peers, sglang_part
 from benchmarks.models import MODELS
 from benchmarks.peers import Call
-from benchmarks.timing import check_out, copies, environment, need_gpu
+from benchmarks.timing import add_run_options, check_run_options, copies, environment, need_gpu, wrong
 from tests.cases import Case, group_rows, make_case, oracle, sqnr
 from torch_epilora.ops.dispatch import plan_of
 from torch_epilora.ops.plan import DECODE_MAX_TOKENS
@@ -191,12 +191,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layout", default="channel", choices=["tensor", "channel", "block"])
     parser.add_argument("--compute", nargs="+", default=["w8a8"], choices=["w8a8", "w8a16"])
     parser.add_argument("--systems", nargs="+", choices=[*OURS, *peers.NAMES], help="default: all that fit a case")
-    parser.add_argument("--repeat", type=int, default=3, help="repeats of each projection's measurement")
-    parser.add_argument("--out", type=Path)
+    add_run_options(parser)
     options = parser.parse_args(arguments)
-    if options.repeat < 1:
-        parser.error(f"--repeat: expected at least 1, but {options.repeat} came")
-    check_out(parser, options.out)
+    check_run_options(parser, options)
     here = [*OURS, *peers.installed()]
     needs = {
         name: f"{name} needs vLLM installed" + (f", and {peers.VARIABLES[name]} set" if name in peers.VARIABLES else "")
@@ -219,7 +216,7 @@ def main() -> None:
     options = parse()
     need_gpu()
     sources = {**environment(), "sglang": sglang_part.release()}
-    rows, wrong = [], False
+    rows, failed = [], False
     for model, m, slots, compute in product(options.models, options.tokens, options.adapters, options.compute):
         if slots > m:
             continue
@@ -229,12 +226,10 @@ def main() -> None:
         took = f"in {time.perf_counter() - start:.0f} s"
         print(model, m, slots, options.rank, compute, row["us"], took, flush=True)
         for name, projection in row["projections"].items():
-            for system, reason in projection["left_out"].items():
-                wrong = wrong or reason.startswith("wrong")
-                print(f"  {name}: left out {system}: {reason}", flush=True)
+            failed |= wrong(name, projection["left_out"])
         if options.out:  # after every row, so that a run cut short keeps what it has
             write(options.out, sources, rows)
-    if wrong:
+    if failed:
         sys.exit("a system's output was wrong, so it was not timed: see above")
 
 

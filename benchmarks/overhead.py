@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import triton
@@ -32,7 +31,7 @@ from benchmarks import layer, peers
 from benchmarks.models import MODELS
 from benchmarks.peers import Call
 from benchmarks.read_rate import read_us
-from benchmarks.timing import check_out, copies, environment, need_gpu
+from benchmarks.timing import add_run_options, check_run_options, copies, environment, need_gpu, wrong
 from tests.cases import Case, make_case, oracle
 from torch_epilora.ops.dispatch import plan_of
 from torch_epilora.ops.plan import DECODE_MAX_RANK, DECODE_MAX_TOKENS
@@ -224,9 +223,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What can be selected, in this benchmark and in that of the exposure."""
     parser.add_argument("--projections", nargs="+", default=list(MODELS["qwen3-8b"]), choices=list(MODELS["qwen3-8b"]))
     parser.add_argument("--ranks", nargs="+", type=int, default=[16, 64, 128])
-    parser.add_argument("--repeat", type=int, default=3, help="repeats of each projection's measurement")
     parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1), help="that compile kernels")
-    parser.add_argument("--out", type=Path)
+    add_run_options(parser)
 
 
 def checked_options(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
@@ -236,9 +234,7 @@ def checked_options(parser: argparse.ArgumentParser, arguments: list[str] | None
         for value in getattr(options, name):
             if not 1 <= value <= most:
                 parser.error(f"--{name}: expected 1 to {most}, the decode kernel's, but {value} came")
-    if options.repeat < 1:
-        parser.error(f"--repeat: expected at least 1, but {options.repeat} came")
-    check_out(parser, options.out)
+    check_run_options(parser, options)
     return options
 
 
@@ -249,13 +245,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 8, 16])
     add_options(parser)
     return checked_options(parser, arguments)
-
-
-def wrong(where: str, left_out: dict[str, str]) -> bool:
-    """Print what was left out; say whether any of it was a wrong result."""
-    for system, reason in left_out.items():
-        print(f"  {where}: left out {system}: {reason}", flush=True)
-    return any(reason.startswith("wrong") for reason in left_out.values())
 
 
 def conclude(started: float, failed: bool) -> None:

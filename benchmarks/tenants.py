@@ -10,11 +10,10 @@ kernels, the same tuned (``benchmarks.tune_vllm``) and SGLang's runner, and writ
 
 import argparse
 import time
-from pathlib import Path
 
 from benchmarks import layer, peers, sglang_part
-from benchmarks.overhead import conclude, wrong
-from benchmarks.timing import check_out, environment, need_gpu
+from benchmarks.overhead import conclude
+from benchmarks.timing import add_run_options, check_run_options, environment, need_gpu, wrong
 
 SIZES = [
     (64, 1), (64, 8), (64, 32), (256, 1), (256, 8), (256, 32), (512, 1), (512, 32), (1024, 32), (2048, 1), (2048, 32),
@@ -32,6 +31,11 @@ def points() -> list[tuple[str, int, int, str, int]]:
     return [*even, *(("qwen3-8b", m, 32, kind, rank) for kind, rank in UNEVEN for m in (64, 256))]
 
 
+def systems() -> list[str]:
+    """What is measured of a layer: the library, and the peers that are installed."""
+    return [*OURS, *(name for name in peers.installed() if name in ("vllm_bare", *PEERS))]
+
+
 def ratio(us: dict[str, float]) -> float | None:
     """The library's time over the fastest peer's, or None where either is missing."""
     times = [us[name] for name in PEERS if name in us]
@@ -40,18 +44,14 @@ def ratio(us: dict[str, float]) -> float | None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=3, help="repeats of each projection's measurement")
-    parser.add_argument("--out", type=Path)
+    add_run_options(parser)
     given = parser.parse_args(arguments)
-    if given.repeat < 1:
-        parser.error(f"--repeat: expected at least 1, but {given.repeat} came")
-    check_out(parser, given.out)
+    check_run_options(parser, given)
     need_gpu()
-    systems = [*OURS, *(name for name in peers.installed() if name in ("vllm_bare", *PEERS))]
     sources, started = {**environment(), "sglang": sglang_part.release()}, time.perf_counter()
     rows, failed = [], False
     for model, tokens, adapters, kind, rank in points():
-        options = argparse.Namespace(rank=rank, batch=kind, layout="channel", systems=systems, repeat=given.repeat)
+        options = argparse.Namespace(rank=rank, batch=kind, layout="channel", systems=systems(), repeat=given.repeat)
         row = layer.layer_row(model, tokens, adapters, "w8a8", options)
         rows.append(row)
         over = ratio(row["us"])

@@ -39,6 +39,26 @@ def check_out(parser: argparse.ArgumentParser, out: Path | None) -> None:
         parser.error(f"--out: expected a file, but the folder {out} came: name a file in it")
 
 
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add how often to measure, and where to write."""
+    parser.add_argument("--repeat", type=int, default=3, help="repeats of each projection's measurement")
+    parser.add_argument("--out", type=Path)
+
+
+def check_run_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse what ``add_run_options`` does not take."""
+    if options.repeat < 1:
+        parser.error(f"--repeat: expected at least 1, but {options.repeat} came")
+    check_out(parser, options.out)
+
+
+def wrong(where: str, left_out: dict[str, str]) -> bool:
+    """Print what was left out; say whether any of it was a wrong result."""
+    for system, reason in left_out.items():
+        print(f"  {where}: left out {system}: {reason}", flush=True)
+    return any(reason.startswith("wrong") for reason in left_out.values())
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)

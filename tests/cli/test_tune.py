@@ -129,7 +129,15 @@ def test_by_default_the_users_table_is_written(folder: Path, hopper: None) -> No
     assert len(tables.read(choice.cached(GPU), GPU)) == 8
 
 
-@pytest.mark.parametrize("text", ["{}", "not json", '{"gpu": "NVIDIA H100", "capability": [9, 0], "plans": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "not json",
+        '{"gpu": "NVIDIA H100", "capability": [9, 0], "plans": []}',
+        '{"gpu": "NVIDIA H000", "plans": [1, 2]}',
+    ],
+)
 def test_a_file_that_is_no_table_of_this_gpu_is_left_alone(
     folder: Path, hopper: None, tmp_path: Path, text: str
 ) -> None:

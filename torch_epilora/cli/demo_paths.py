@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from rich.table import Table
 
 from torch_epilora.cli.paths import choose_path
-from torch_epilora.nn import ProjectionInfo, describe
+from torch_epilora.nn import describe
 
 __all__ = ["path_table"]
 
@@ -39,7 +38,7 @@ def path_table(model: Any, tokens: Mapping[str, int]) -> tuple[Table, list[str]]
     capability = gpu = None
     if model.device.type == "cuda":
         capability, gpu = torch.cuda.get_device_capability(model.device), torch.cuda.get_device_name(model.device)
-    for projection in (part for info in describe(model) for part in _as_run(info)):
+    for projection in (part for info in describe(model) for part in info.as_run()):
         paths = []
         for m in tokens.values():
             path, reason = choose_path(projection, m, capability, model.dtype, gpu)
@@ -54,11 +53,3 @@ def path_table(model: Any, tokens: Mapping[str, int]) -> tuple[Table, list[str]]
     for cells, count in counts.items():
         table.add_row(*cells, str(count))
     return table, reasons
-
-
-def _as_run(info: ProjectionInfo) -> Iterator[ProjectionInfo]:
-    """One projection of a fused group; each linear of its own where the model made the group unfuse."""
-    if info.fused or len(info.names) == 1:
-        yield info
-    else:
-        yield from (replace(info, names=(name,), slices=(n,)) for name, n in zip(info.names, info.slices, strict=True))

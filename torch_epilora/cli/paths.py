@@ -13,7 +13,7 @@ from rich.table import Table
 from torch_epilora.cli.projections import read_dtype, read_projections
 from torch_epilora.nn import ProjectionInfo
 from torch_epilora.ops.choice import choose
-from torch_epilora.ops.plan import Problem, make_plan
+from torch_epilora.ops.plan import make_plan
 
 __all__ = ["TOKENS", "choose_path", "paths_table", "print_reasons"]
 
@@ -123,17 +123,6 @@ def choose_path(
     """
     if capability is None:
         return "reference", ON_CPU
-    problem = Problem(
-        m=tokens,
-        n=info.n,
-        k=info.k,
-        rank=info.max_rank if info.slots else 0,
-        slices=len(info.slices),
-        groups=info.slots + 1,
-        layout=info.layout,
-        compute=info.compute,
-        dtype=dtype,
-        capability=capability,
-    )
+    problem = info.problem(tokens, dtype, capability)
     plan = make_plan(problem) if gpu is None else choose(problem, gpu)
     return plan.path, plan.reason

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rich.progress import track
 from torch_epilora.cli.projections import choose_layout, read_dtype, read_projections
 from torch_epilora.nn.tuning import Size, sizes
 from torch_epilora.ops import choice, tables
-from torch_epilora.ops.plan import Plan, Problem, unsupported
+from torch_epilora.ops.plan import Plan, unsupported
 from torch_epilora.ops.switches import TUNE, tune_mode
 from torch_epilora.ops.tables import Key, Measured, problem_of
 from torch_epilora.ops.trial import Trial
@@ -123,15 +124,8 @@ def _sizes(
     found = read_projections(folder, layout=layout, compute=compute, rank=rank, slots=1)
     todo: dict[Key, Size] = {}
     for slots in adapters:
-        projections = [
-            (
-                Problem(
-                    1, p.n, p.k, rank if p.slots else 0, len(p.slices), slots + 1, p.layout, compute, dtype, capability
-                ),
-                p.slices,
-            )
-            for p in found
-        ]
+        with_slots = [replace(info, slots=slots if info.slots else 0) for info in found]
+        projections = [(info.problem(1, dtype, capability), info.slices) for info in with_slots]
         todo |= {size.key: size for size in sizes(projections, tokens, graph_tokens)}
     return list(todo.values())
 

@@ -1,12 +1,14 @@
 """What a patched model consists of, for people and for `epilora doctor`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from torch_epilora.nn.adapters import patched_parts
 from torch_epilora.nn.linear import groups_of
 from torch_epilora.ops.checks import scale_layout
+from torch_epilora.ops.plan import Problem
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,19 @@ class ProjectionInfo:
     def n(self) -> int:
         """Output features of all slices."""
         return sum(self.slices)
+
+    def as_run(self) -> "list[ProjectionInfo]":
+        """List itself, or each of its linears where the model calls them apart."""
+        if self.fused or len(self.names) == 1:
+            return [self]
+        return [replace(self, names=(name,), slices=(n,)) for name, n in zip(self.names, self.slices, strict=True)]
+
+    def problem(self, tokens: int, dtype: torch.dtype, capability: tuple[int, int]) -> Problem:
+        """Make the problem of a batch of so many tokens on a GPU."""
+        rank = self.max_rank if self.slots else 0
+        return Problem(
+            tokens, self.n, self.k, rank, len(self.slices), self.slots + 1, self.layout, self.compute, dtype, capability
+        )
 
 
 def describe(model: nn.Module) -> list[ProjectionInfo]:

@@ -191,12 +191,8 @@ def _device(model: nn.Module) -> torch.device:
 def _projections(model: nn.Module, capability: tuple[int, int]) -> list[tuple[Problem, tuple[int, ...]]]:
     """List the projections as they run: the members of a group that the model calls apart one by one."""
     _, linears = patched_parts(model)
-    found = []
-    for info, group in zip(describe(model), groups_of(linears), strict=True):
-        for slices in [info.slices] if info.fused or len(info.names) == 1 else [(n,) for n in info.slices]:
-            problem = Problem(
-                1, sum(slices), info.k, info.max_rank if info.slots else 0, len(slices), info.slots + 1, info.layout,
-                info.compute, group.bank.dtype, capability,
-            )  # fmt: skip
-            found.append((problem, slices))
-    return found
+    return [
+        (part.problem(1, group.bank.dtype, capability), part.slices)
+        for info, group in zip(describe(model), groups_of(linears), strict=True)
+        for part in info.as_run()
+    ]

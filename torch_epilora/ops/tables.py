@@ -23,6 +23,7 @@ logger = logging.getLogger("torch_epilora")
 
 _MOST_BYTES = 16 << 20
 _MOST = 1 << 30
+_NO_TABLE = (OSError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError)
 _NAMES = {"layout": LAYOUTS, "compute": COMPUTES, "dtype": ("bfloat16", "float16", "float32")}
 
 
@@ -93,29 +94,22 @@ def problem_of(key: Key, capability: tuple[int, int]) -> Problem:
 def read(path: Path, gpu: str) -> dict[Key, Measured]:
     """Read the table of a GPU; without the file it is empty."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"expected at most {_MOST_BYTES} bytes, got {path.stat().st_size}")
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or not isinstance(content.get("plans"), list):
-            raise ValueError("expected an object with a list of plans")
-        if content.get("gpu") != gpu:
-            raise ValueError(f"expected a table of {gpu}, got one of {content.get('gpu')!r}")
-        major, minor = map(int, content["capability"])
+        capability, plans = _content(path, gpu)
     except FileNotFoundError:
         return {}
-    except (OSError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except _NO_TABLE as error:
         logger.warning("%s: this table of measured plans is left out: %s", path, error)
         return {}
     found, wrong = {}, []
-    for entry in content["plans"]:
+    for entry in plans:
         try:
-            key, measured = _entry(entry, (major, minor))
+            key, measured = _entry(entry, capability)
         except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError) as error:
             wrong.append(f"{type(error).__name__}: {error}")
             continue
         found[key] = measured
     if wrong:
-        counts = f"{len(wrong)} of {len(content['plans'])}"
+        counts = f"{len(wrong)} of {len(plans)}"
         logger.warning("%s: %s plans are left out, the first for %s", path, counts, wrong[0])
     return found
 
@@ -123,10 +117,23 @@ def read(path: Path, gpu: str) -> dict[Key, Measured]:
 def is_table(path: Path, gpu: str) -> bool:
     """Say whether a file is a table of a GPU, to which plans can be added without losing anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return content["gpu"] == gpu and isinstance(content["plans"], list)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        _content(path, gpu)
+    except _NO_TABLE:
         return False
+    return True
+
+
+def _content(path: Path, gpu: str) -> tuple[tuple[int, int], list[Any]]:
+    """Read a table's compute capability and its plans, not looked at yet."""
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"expected at most {_MOST_BYTES} bytes, got {path.stat().st_size}")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not isinstance(content.get("plans"), list):
+        raise ValueError("expected an object with a list of plans")
+    if content.get("gpu") != gpu:
+        raise ValueError(f"expected a table of {gpu}, got one of {content.get('gpu')!r}")
+    major, minor = map(int, content["capability"])
+    return (major, minor), content["plans"]
 
 
 def _entry(entry: dict[str, Any], capability: tuple[int, int]) -> tuple[Key, Measured]:
