@@ -23,20 +23,19 @@ def row_slots(kind: str, m: int, slots: int) -> list[int]:
 
 
 def deal(case: Case, kind: str) -> None:
-    """Give a case's rows to its slots, and its adapters their ranks; what lies beyond a rank becomes zero.
+    """Give a case's rows to its slots, and its adapters their ranks, as the slots of a patched model have them.
 
-    Engines keep zeros there, and so do the peers here, whose kernels compute all of a slot.
+    What lies beyond a rank becomes zero: engines keep zeros there, and so do the peers here, whose kernels compute all
+    of a slot.
     """
     slots, rank, _ = case.a[0].shape
     device = case.x.device
     case.row_slots = row_slots(kind, case.x.shape[0], slots)
     case.groups = group_rows(case.row_slots, slots, device=device)
-    if kind == "mixed":
-        ranks = torch.tensor(
-            [max(rank >> (4 - slot % 5), 1) for slot in range(slots)], dtype=torch.int32, device=device
-        )
-        case.rank = ranks.expand(len(case.a), slots).contiguous()
-        beyond = torch.arange(rank, device=device) >= ranks[:, None]
-        for a, b in zip(case.a, case.b, strict=True):
-            a.masked_fill_(beyond[:, :, None], 0)
-            b.masked_fill_(beyond[:, None, :], 0)
+    mixed = [max(rank >> (4 - slot % 5), 1) for slot in range(slots)]
+    ranks = torch.tensor(mixed if kind == "mixed" else [rank] * slots, dtype=torch.int32, device=device)
+    case.rank = ranks.expand(len(case.a), slots).contiguous()
+    beyond = torch.arange(rank, device=device) >= ranks[:, None]
+    for a, b in zip(case.a, case.b, strict=True):
+        a.masked_fill_(beyond[:, :, None], 0)
+        b.masked_fill_(beyond[:, None, :], 0)

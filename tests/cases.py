@@ -76,6 +76,7 @@ def make_case(
     dtype: torch.dtype = torch.bfloat16,
     popularity: str = "uniform",
     mixed_ranks: bool = True,
+    rank_unit: int = 1,
     bias: bool = True,
     b_bias: bool = False,
     poison: bool = True,
@@ -84,7 +85,10 @@ def make_case(
     device: str = "cpu",
     seed: int = 0,
 ) -> Case:
-    """Draw a case. ``poison`` fills what lies beyond an adapter's rank with NaN; ``codes`` is made, given or static."""
+    """Draw a case. ``poison`` fills what lies beyond an adapter's rank with NaN; ``codes`` is made, given or static.
+
+    ``mixed_ranks`` are multiples of ``rank_unit``: kernels have another loop where one ends within 8.
+    """
     gen = torch.Generator(device).manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -112,7 +116,8 @@ def make_case(
         row_slots[m - padding :] = [-1] * padding
     ranks = torch.full((len(widths), slots), r, dtype=torch.int32, device=device)
     if mixed_ranks:
-        ranks = torch.randint(0, r + 1, ranks.shape, generator=gen, dtype=torch.int32, device=device)
+        most = r // rank_unit + 1
+        ranks = rank_unit * torch.randint(0, most, ranks.shape, generator=gen, dtype=torch.int32, device=device)
         ranks[0, 0] = r
     a = [(randn(slots, r, k) * k**-0.5).to(dtype) for _ in widths]
     b = [(randn(slots, w, r) * r**-0.5).to(dtype) for w in widths]

@@ -81,12 +81,14 @@ def test_rows_without_adapter_are_bitwise_the_base(path: str, m: int) -> None:
     assert not torch.equal(got[lora], base[lora])
 
 
-@pytest.mark.parametrize(("path", "m"), paths_at(8, 32, 33))
-def test_what_lies_beyond_the_rank_changes_nothing(path: str, m: int) -> None:
-    case = make_case(m, 1024, [512, 256], 64, 4, device="cuda", poison=False)
-    clean = case.run(path)
-    poisoned = make_case(m, 1024, [512, 256], 64, 4, device="cuda", poison=True)
-    assert any(t.isnan().any() for t in poisoned.a) and torch.equal(poisoned.run(path), clean)
+@pytest.mark.parametrize("unit", [1, 8])
+@pytest.mark.parametrize(("path", "m"), paths_at(1, 8, 32, 33, 300))
+def test_what_lies_beyond_the_rank_changes_nothing(path: str, m: int, unit: int) -> None:
+    clean = make_case(m, 1024, [512, 256], 64, 4, device="cuda", poison=False, rank_unit=unit)
+    poisoned = make_case(m, 1024, [512, 256], 64, 4, device="cuda", rank_unit=unit)
+    got = poisoned.run(path)
+    assert any(t.isnan().any() for t in poisoned.a) and torch.equal(got, clean.run(path))
+    assert sqnr(got, oracle(poisoned)) > 40
 
 
 @pytest.mark.parametrize(("path", "m"), paths_at(8, 32, 64))

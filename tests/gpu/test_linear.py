@@ -38,6 +38,7 @@ KINDS = {
     "bias": [False, True],
     "b_bias": [False, True],
     "mixed_ranks": [False, True],
+    "rank_unit": [1, 8],
 }
 CASES = pairwise(
     {

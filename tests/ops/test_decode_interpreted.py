@@ -278,13 +278,15 @@ def test_an_infinity_stays_one_past_a_smaller_rank(where: str, slots: int) -> No
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-def test_what_lies_beyond_the_rank_changes_nothing(slots: int) -> None:
-    clean = make_case(11, 272, [70, 33], 24, slots, poison=False)
-    poisoned = make_case(11, 272, [70, 33], 24, slots)
-    poisoned.rank[0, 0] = clean.rank[0, 0] = 5
-    for t in (poisoned.a[0][0, 5:], poisoned.b[0][0, :, 5:]):
+@pytest.mark.parametrize(("first", "unit"), [(5, 1), (16, 8)])
+def test_what_lies_beyond_the_rank_changes_nothing(slots: int, first: int, unit: int) -> None:
+    clean = make_case(11, 272, [70, 33], 40, slots, poison=False, rank_unit=unit)
+    poisoned = make_case(11, 272, [70, 33], 40, slots, rank_unit=unit)
+    poisoned.rank[0, 0] = clean.rank[0, 0] = first
+    for t in (poisoned.a[0][0, first:], poisoned.b[0][0, :, first:]):
         t.fill_(float("nan"))
-    assert torch.equal(decoded(poisoned), decoded(clean))
+    got = decoded(poisoned)
+    assert torch.equal(got, decoded(clean)) and sqnr(got, oracle(poisoned)) > 45
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:

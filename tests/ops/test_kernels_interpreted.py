@@ -102,16 +102,17 @@ def test_rows_without_adapter_are_bitwise_the_base() -> None:
     assert bare and torch.equal(fused(case)[bare], base[bare])
 
 
-def test_expand_after_shrink() -> None:
+@pytest.mark.parametrize(("r", "unit"), [(12, 1), (24, 8)])
+def test_expand_after_shrink(r: int, unit: int) -> None:
     from torch_epilora.ops.triton.expand import expand_add
     from torch_epilora.ops.triton.shrink import shrink
 
-    case = make_case(11, 256, [48, 20], 12, 3, b_bias=True)
+    case = make_case(11, 256, [48, 20], r, 3, b_bias=True, rank_unit=unit)
     for split, run in ((1, 1), (2, 2), (4, 4)):
         config = Shrink(16, 16, 64, split, 4, 1)
         want = reference.shrink(case.x, case.a, case.rank, case.scaling, *case.groups[:4])
         got = shrink(
-            case.x, case.a, case.rank, case.scaling, case.groups, config, out=torch.zeros(11, 2, 12, dtype=case.x.dtype)
+            case.x, case.a, case.rank, case.scaling, case.groups, config, out=torch.zeros(11, 2, r, dtype=case.x.dtype)
         )  # fmt: skip
         assert sqnr(got, want) > 45
         y = torch.randn(11, 68).to(torch.bfloat16)

@@ -76,6 +76,14 @@ def test_a_tile_of_many_adapters() -> None:
     assert sqnr(run(case), oracle(case)) > 48
 
 
+@pytest.mark.parametrize("unit", [1, 8])
+def test_what_lies_beyond_a_rank_changes_nothing(unit: int) -> None:
+    poisoned = make_case(40, 128, [48, 32], 40, 5, rank_unit=unit)
+    clean = make_case(40, 128, [48, 32], 40, 5, rank_unit=unit, poison=False)
+    got = run(poisoned)
+    assert torch.equal(got, run(clean)) and sqnr(got, oracle(poisoned)) > 48
+
+
 def test_eight_slices() -> None:
     case = make_case(18, 128, [16, 32, 16, 48, 16, 16, 5, 11], 8, 2)
     assert sqnr(run(case), oracle(case)) > 48

@@ -23,7 +23,7 @@ def on_device(t: torch.Tensor) -> AbstractContextManager:
 def row_tile(
     tile, ids_ptr, counts_ptr, starts_ptr, num_groups, num_slots, GROUPS: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
-    """Find the tile-th tile of BM rows: (group, its first position among the sorted rows, its group's last one plus 1).
+    """Find the tile-th tile of BM rows: (group, slot, first position among the sorted rows, its group's end).
 
     Tiles never span two groups and cover only groups with an adapter; group -1 is past the end. Each program scans the
     counts itself, so no work list is written to memory and a CUDA graph's fixed grid follows whatever the counts say at
@@ -38,7 +38,9 @@ def row_tile(
     group = tl.sum((ends <= tile).to(tl.int32), 0)
     begin = tl.sum(tl.where(g == group, starts + (tile - ends + tiles) * BM, 0), 0)
     stop = tl.sum(tl.where(g == group, starts + counts, 0), 0)
-    return tl.where(tile < tl.sum(tiles, 0), group, -1), begin, stop
+    # in registers: one more load would have to come back before any of A or B is asked for
+    slot = tl.sum(tl.where(g == group, ids, 0), 0)
+    return tl.where(tile < tl.sum(tiles, 0), group, -1), slot, begin, stop
 
 
 @triton.jit

@@ -24,7 +24,6 @@ from torch_epilora.ops.triton.common import (
     column_tile,
     on_device,
     pick,
-    slot_rank,
     sum_of,
 )
 from torch_epilora.ops.triton.launch import Shape, kept
@@ -37,17 +36,26 @@ _COUNTERS, _BESIDE = tl.constexpr(COUNTERS), tl.constexpr(BESIDE)
 
 
 @triton.jit
-def groups_of(ids_ptr, counts_ptr, num_groups, num_slots, GROUPS: tl.constexpr):
-    """(numbers, slots, counts of the groups, and which of them have rows and an adapter)."""
+def groups_of(
+    ids_ptr, counts_ptr, starts_ptr, rank_ptr, num_groups, num_slots, slice_index, R, rank_stride,
+    GROUPS: tl.constexpr, HAS_RANK: tl.constexpr,
+):  # fmt: skip
+    """(slots, counts, starts, ranks of the groups, and which of them have rows and an adapter of any rank)."""
     g = tl.arange(0, GROUPS)
     ids = tl.load(ids_ptr + g, mask=g < num_groups, other=-1)
     counts = tl.load(counts_ptr + g, mask=g < num_groups, other=0)
-    return g, ids, counts, (ids >= 0) & (ids < num_slots) & (counts > 0)
+    starts = tl.load(starts_ptr + g, mask=g < num_groups, other=0)
+    active = (ids >= 0) & (ids < num_slots) & (counts > 0)
+    ranks = tl.zeros([GROUPS], tl.int32) + R
+    if HAS_RANK:
+        ranks = tl.minimum(tl.load(rank_ptr + slice_index * rank_stride + ids, mask=active, other=0), R)
+        active = active & (ranks > 0)
+    return ids, counts, starts, ranks, active
 
 
 @triton.jit
-def turns(row, ids, counts, starts, active, BM: tl.constexpr):
-    """(each row's turn, slots by turn, turns): active groups take turns in their order; a row of the bare base has -1.
+def turns(row, ids, counts, starts, ranks, active, BM: tl.constexpr):
+    """(each row's turn, slots and ranks by turn, turns): active groups take turns in their order; other rows have -1.
 
     There are at most BM turns, as each has a row. All is found in registers: slots read from memory in the loop over
     turns would halve how far ahead B's loads are issued.
@@ -63,31 +71,39 @@ def turns(row, ids, counts, starts, active, BM: tl.constexpr):
     )
     mine = tl.max(tl.where(inside & active[None, :], turn[None, :], 0), 1) - 1
     nth = active[None, :] & (turn[None, :] == place[:, None] + 1)
-    return mine, tl.sum(tl.where(nth, ids[None, :], 0), 1), tl.max(turn, 0)
+    slots, ranks = tl.where(nth, ids[None, :], 0), tl.where(nth, ranks[None, :], 0)
+    return mine, tl.sum(slots, 1), tl.sum(ranks, 1), tl.max(turn, 0)
 
 
 @triton.jit
-def first_slot(ids, active, GROUPS: tl.constexpr):
-    """Slot of the first active group, as of the shrink's first tile: counts may name groups whose rows are not here."""
+def first_of(ids, ranks, active, GROUPS: tl.constexpr):
+    """(slot, rank) of the first active group: counts may name groups whose rows are not here."""
     g = tl.arange(0, GROUPS)
-    return tl.sum(tl.where(g == tl.min(tl.where(active, g, GROUPS), 0), ids, 0), 0)
+    first = g == tl.min(tl.where(active, g, GROUPS), 0)
+    return tl.sum(tl.where(first, ids, 0), 0), tl.sum(tl.where(first, ranks, 0), 0)
 
 
 @triton.jit
-def load_b(slot, b_ptrs, slice_index, within, there, r, R, stride_bls, stride_bn):
-    """Read columns ``within`` of B, each of its own slot, [columns, BR], whatever their ranks."""
+def load_b(slot, rank, b_ptrs, slice_index, within, there, r, R, stride_bls, stride_bn, HAS_RANK: tl.constexpr):
+    """Read columns ``within`` of B, each of its own slot, up to its rank, [columns, BR]: in whole 16 bytes."""
     rows = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
     rows += within.to(tl.int64) * stride_bn
-    return tl.load(rows[:, None] + r[None, :], mask=there[:, None] & (r < R)[None, :], other=0.0)
+    there = there[:, None] & (r < R)[None, :]
+    if HAS_RANK:
+        there = there & (r[None, :] < (tl.cdiv(rank, 8) * 8)[:, None])
+    return tl.load(rows[:, None] + r[None, :], mask=there, other=0.0)
 
 
 @triton.jit
 def update(
     b, h, slot, rank, within, there, r, width, b_bias_ptrs, scaling_ptr, slice_index, scaling_stride,
-    HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr,
+    SELECT: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """B h, an up-projection of all rows, and its bias; slot and rank for each row of B."""
-    if HAS_RANK:
+    """B h, an up-projection of all rows, and its bias; slot and rank for each row of B.
+
+    SELECT: of the last 8 columns that were read some lie beyond the rank.
+    """
+    if SELECT:
         b = tl.where(r[None, :] < rank[:, None], b, 0.0)
     total = tl.dot(b, h, input_precision="ieee")
     if HAS_LORA_BIAS:
@@ -98,6 +114,39 @@ def update(
         # settled, or ptxas would wait after every MMA (C7515)
         total = settle(total) + (scaling * tl.load(b_bias_ptr, mask=there, other=0.0).to(tl.float32))[:, None]
     return total
+
+
+@triton.jit
+def up_projections(
+    h, mine, slots, ranks, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R, stride_bls,
+    stride_bn, scaling_stride,
+    SELECT: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, TOGETHER: tl.constexpr, B_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each row's own up-projection, [BN, BM]; several turns a step, one below the other: their MMAs do not wait."""
+    lora = tl.zeros([BN, BM], tl.float32)
+    rows = tl.arange(0, BM)
+    which = tl.arange(0, TOGETHER * BN) // BN
+    within = inner + tl.arange(0, TOGETHER * BN) % BN
+    for i in tl.range(0, last, TOGETHER, num_stages=B_STAGES):
+        slot = tl.zeros([TOGETHER * BN], tl.int32)
+        rank = tl.zeros([TOGETHER * BN], tl.int32)
+        for j in tl.static_range(TOGETHER):
+            slot = tl.where(which == j, tl.sum(tl.where(rows == i + j, slots, 0), 0), slot)
+            if HAS_RANK:
+                rank = tl.where(which == j, tl.sum(tl.where(rows == i + j, ranks, 0), 0), rank)
+        there = (within < width) & (i + which < last)
+        b = load_b(slot, rank, b_ptrs, slice_index, within, there, r, R, stride_bls, stride_bn, HAS_RANK)
+        total = update(
+            b, h, slot, rank, within, there, r, width, b_bias_ptrs, scaling_ptr, slice_index, scaling_stride,
+            SELECT, HAS_SCALING, HAS_LORA_BIAS,
+        )  # fmt: skip
+        # a select, not a sum: an infinity in one tenant's B cannot reach another tenant's rows as 0 * inf
+        total = tl.reshape(total, [TOGETHER, BN, BM])
+        chosen = mine[None, :] == i + tl.arange(0, TOGETHER)[:, None]
+        chosen = tl.sum(tl.where(chosen[:, None, :], total, 0.0), 0)
+        lora = tl.where(((mine >= i) & (mine < i + TOGETHER))[None, :], chosen, lora)
+    return lora
 
 
 @triton.jit(
@@ -179,18 +228,24 @@ def decode_kernel(
     b = tl.zeros([BN, BR], y_ptr.dtype.element_ty)
     h = tl.zeros([BR, BM], y_ptr.dtype.element_ty)
     slot = 0
+    rank = R
     if LORA:
-        g, ids, counts, active = groups_of(ids_ptr, counts_ptr, num_groups, num_slots, GROUPS)
-        starts = tl.load(starts_ptr + g, mask=g < num_groups, other=0)
+        ids, counts, starts, ranks, active = groups_of(
+            ids_ptr, counts_ptr, starts_ptr, rank_ptr, num_groups, num_slots, slice_index, R, rank_stride, GROUPS,
+            HAS_RANK,
+        )  # fmt: skip
         row = tl.load(sorted_ptr + rows, mask=valid, other=-1)
         h_ptrs = h_ptr + (rows[None, :] * len(widths) + slice_index) * R + r[:, None]
         h_mask = valid[None, :] & (r < R)[:, None]
         if QUANTIZE >= 0:
             # in the time that codes take to be made; with codes given it would hold the main loop up
-            mine, slots, last = turns(row, ids, counts, starts, active, BM)
+            mine, slots, turn_ranks, last = turns(row, ids, counts, starts, ranks, active, BM)
             if not MANY:
-                slot = first_slot(ids, active, GROUPS)
-                b = load_b(slot + n * 0, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn)
+                slot, rank = first_of(ids, ranks, active, GROUPS)
+                b = load_b(
+                    slot + n * 0, rank + n * 0, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn,
+                    HAS_RANK,
+                )  # fmt: skip
     # the GEMM's columns: each row once, or once a term
     ALL_TERMS: tl.constexpr = 1 if TERMS == 1 else 2 if TERMS == 2 else 4
     COLS: tl.constexpr = BM * ALL_TERMS
@@ -231,8 +286,11 @@ def decode_kernel(
                 if PDL and not OVERLAP:
                     gdc_launch_dependents()
                 if QUANTIZE < 0:
-                    slot = first_slot(ids, active, GROUPS)
-                    b = load_b(slot + n * 0, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn)
+                    slot, rank = first_of(ids, ranks, active, GROUPS)
+                    b = load_b(
+                        slot + n * 0, rank + n * 0, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn,
+                        HAS_RANK,
+                    )  # fmt: skip
                 wait_for(signal_ptr + TILES, shrink_tiles)
                 ticket = leave(signal_ptr + LEFT)
                 h = tl.load(h_ptrs, mask=h_mask, other=0.0)
@@ -250,45 +308,31 @@ def decode_kernel(
         acc *= w_scale[:, None]
     if LORA:
         if QUANTIZE < 0:
-            mine, slots, last = turns(row, ids, counts, starts, active, BM)
-        lora = tl.zeros([BN, BM], tl.float32)
+            mine, slots, turn_ranks, last = turns(row, ids, counts, starts, ranks, active, BM)
         if MANY:
             wait_for(signal_ptr + TILES, shrink_tiles)
             ticket = leave(signal_ptr + LEFT)
             h = tl.load(h_ptrs, mask=h_mask, other=0.0)
-            ranks = tl.zeros([BM], tl.int32)
-            if HAS_RANK:
-                ranks = tl.load(rank_ptr + slice_index * rank_stride + slots, mask=rows < last, other=0)
-                mine = tl.where(tl.sum(tl.where(mine[:, None] == rows[None, :], ranks[None, :], 0), 1) > 0, mine, -1)
-            # several turns a step, one below the other: their MMAs do not wait for each other
-            which = tl.arange(0, TOGETHER * BN) // BN
-            n_of = inner + tl.arange(0, TOGETHER * BN) % BN
-            for i in tl.range(0, last, TOGETHER, num_stages=B_STAGES):
-                slot_of = tl.zeros([TOGETHER * BN], tl.int32)
-                rank_of = tl.zeros([TOGETHER * BN], tl.int32)
-                for j in tl.static_range(TOGETHER):
-                    slot_of = tl.where(which == j, tl.sum(tl.where(rows == i + j, slots, 0), 0), slot_of)
-                    if HAS_RANK:
-                        rank_of = tl.where(which == j, tl.sum(tl.where(rows == i + j, ranks, 0), 0), rank_of)
-                there = (n_of < width) & (i + which < last)
-                b_of = load_b(slot_of, b_ptrs, slice_index, n_of, there, r, R, stride_bls, stride_bn)
-                total = update(
-                    b_of, h, slot_of, rank_of, n_of, there, r, width, b_bias_ptrs, scaling_ptr, slice_index,
-                    scaling_stride, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS,
+            # each B is read up to its rank; registers for what lies beyond a rank that ends within 16 bytes are paid
+            # for only in a batch that has one
+            if not HAS_RANK or tl.max(turn_ranks % 8, 0) == 0:
+                lora = up_projections(
+                    h, mine, slots, turn_ranks, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R,
+                    stride_bls, stride_bn, scaling_stride,
+                    False, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS, BM, BN, TOGETHER, B_STAGES,
                 )  # fmt: skip
-                # a select, not a sum: an infinity in one tenant's B cannot reach another tenant's rows as 0 * inf
-                total = tl.reshape(total, [TOGETHER, BN, BM])
-                chosen = mine[None, :] == i + tl.arange(0, TOGETHER)[:, None]
-                chosen = tl.sum(tl.where(chosen[:, None, :], total, 0.0), 0)
-                lora = tl.where(((mine >= i) & (mine < i + TOGETHER))[None, :], chosen, lora)
+            else:
+                lora = up_projections(
+                    h, mine, slots, turn_ranks, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R,
+                    stride_bls, stride_bn, scaling_stride,
+                    True, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS, BM, BN, 1, 2,
+                )  # fmt: skip
         else:
-            rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
-            mine = tl.where(rank > 0, mine, -1)
             total = update(
                 b, h, slot + n * 0, rank + n * 0, within, n_valid, r, width, b_bias_ptrs, scaling_ptr, slice_index,
                 scaling_stride, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS,
             )  # fmt: skip
-            lora = tl.where((mine == 0)[None, :], total, lora)
+            lora = tl.where((mine == 0)[None, :], total, 0.0)
         acc = tl.where((mine >= 0)[None, :], acc + lora, acc)
     if HAS_BIAS:
         acc += bias.to(tl.float32)[:, None]

@@ -27,23 +27,60 @@ from torch_epilora.ops.triton.sync import prefetch
 
 
 @triton.jit
-def load_b(b_ptr, n, n_valid, r, rank, R, stride_bn, HAS_RANK: tl.constexpr):
-    """Read B^T [BR, BN]: the load stops at R, whose divisibility is known; a select drops what is past the rank."""
-    b = tl.load(
-        b_ptr + n[None, :].to(tl.int64) * stride_bn + r[:, None], mask=n_valid[None, :] & (r < R)[:, None], other=0.0
-    )
+def load_b(b_ptr, n, n_valid, r, rank, R, stride_bn, SELECT: tl.constexpr, HAS_RANK: tl.constexpr):
+    """Read B^T [BR, BN] up to its rank, in whole 16 bytes; SELECT drops those of the last ones that lie beyond it."""
+    there = r < R
     if HAS_RANK:
+        there = there & (r < tl.cdiv(rank, 8) * 8)
+    b = tl.load(
+        b_ptr + n[None, :].to(tl.int64) * stride_bn + r[:, None], mask=n_valid[None, :] & there[:, None], other=0.0
+    )
+    if SELECT:
         b = tl.where((r < rank)[:, None], b, 0.0)
     return b
 
 
 @triton.jit
-def ask_for_rows(b_ptr, n, width, R, stride_bn):
-    """Ask for rows n of B, in the whole 16 bytes that can be asked for: none past their end."""
+def ask_for_rows(b_ptr, n, width, rank, stride_bn):
+    """Ask for rows n of B up to its rank, in the whole 16 bytes that can be asked for: none past their end."""
     first = (b_ptr + n.to(tl.int64) * stride_bn).to(tl.int64)
-    end = first + R * (b_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    end = first + rank * (b_ptr.dtype.element_ty.primitive_bitwidth // 8)
     first, end = first & -16, end & -16
     prefetch(first, tl.where(n < width, end - first, 0).to(tl.int32))
+
+
+@triton.jit
+def add_run(
+    y_ptr, h_ptrs, b_ptr, b_bias_ptr, rows, valid, base, begin, width, rank, R, slot, slice_index, scaling_ptr,
+    stride_ym, stride_bn, scaling_stride,
+    SELECT: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr,
+    BR: tl.constexpr, RUN: tl.constexpr, ONCE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add one group's up-projection to RUN columns of its rows, BN at a time."""
+    r = tl.arange(0, BR)
+    if ONCE:
+        h = tl.load(h_ptrs + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
+        h = tl.where((r < rank)[None, :], h, 0.0)
+    for column in tl.range(begin, tl.minimum(begin + RUN, width), BN, num_stages=STAGES):
+        n = column + tl.arange(0, BN)
+        y_ptrs = y_ptr + rows[:, None] * stride_ym + (base + n)[None, :]
+        y_mask = valid[:, None] & (n < width)[None, :]
+        y = tl.load(y_ptrs, mask=y_mask, other=0.0)
+        acc = y.to(tl.float32)
+        if ONCE:
+            b = load_b(b_ptr, n, n < width, r, rank, R, stride_bn, SELECT, HAS_RANK)
+            acc = tl.dot(h, b, acc, input_precision="ieee")
+        else:
+            for r0 in tl.range(0, rank, BR, num_stages=1):
+                part = tl.load(h_ptrs + r0 + r[None, :], mask=valid[:, None] & (r0 + r < R)[None, :], other=0.0)
+                part = tl.where((r0 + r < rank)[None, :], part, 0.0)
+                b = load_b(b_ptr, n, n < width, r0 + r, rank, R, stride_bn, SELECT, HAS_RANK)
+                acc = tl.dot(part, b, acc, input_precision="ieee")
+        if HAS_BIAS:
+            bias = tl.load(b_bias_ptr + n, mask=n < width, other=0.0)
+            scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
+            acc += (scaling * bias.to(tl.float32))[None, :]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=y_mask)
 
 
 @triton.jit(do_not_specialize=["M", "num_groups", "num_slots", "column_runs"])
@@ -61,48 +98,34 @@ def expand_kernel(
     registers. EARLY: only y and h are the work of kernels that may still run; B is asked for before their end.
     """
     pid = tl.program_id(0)
-    group, first, stop = row_tile(
+    group, slot, first, stop = row_tile(
         pid // column_runs, ids_ptr, counts_ptr, starts_ptr, num_groups, num_slots, GROUPS, BM
     )
     slice_index, base, begin, width = column_tile(pid % column_runs, widths, RUN)
-    slot = tl.load(ids_ptr + group, mask=group >= 0, other=0)
     b_ptr = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
+    rows, valid = tile_rows(first, stop, sorted_ptr, M, BM)
+    rank = tl.where(group >= 0, slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK), 0)
     if EARLY:
-        if group >= 0:
-            ask_for_rows(b_ptr, begin + tl.arange(0, BN), tl.minimum(begin + RUN, width), R, stride_bn)
+        if rank > 0:
+            ask_for_rows(b_ptr, begin + tl.arange(0, BN), tl.minimum(begin + RUN, width), rank, stride_bn)
         gdc_wait()
-    if group < 0:
-        return
-    rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
     if rank <= 0:
         return
-    rows, valid = tile_rows(first, stop, sorted_ptr, M, BM)
     b_bias_ptr = pick(b_bias_ptrs, slice_index) + slot.to(tl.int64) * width
     h_ptrs = h_ptr + (rows[:, None] * len(widths) + slice_index) * R
-    r = tl.arange(0, BR)
-    if ONCE:
-        h = tl.load(h_ptrs + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
-        h = tl.where((r < rank)[None, :], h, 0.0)
-    for column in tl.range(begin, tl.minimum(begin + RUN, width), BN, num_stages=STAGES):
-        n = column + tl.arange(0, BN)
-        y_ptrs = y_ptr + rows[:, None] * stride_ym + (base + n)[None, :]
-        y_mask = valid[:, None] & (n < width)[None, :]
-        y = tl.load(y_ptrs, mask=y_mask, other=0.0)
-        acc = y.to(tl.float32)
-        if ONCE:
-            b = load_b(b_ptr, n, n < width, r, rank, R, stride_bn, HAS_RANK)
-            acc = tl.dot(h, b, acc, input_precision="ieee")
-        else:
-            for r0 in tl.range(0, rank, BR, num_stages=1):
-                part = tl.load(h_ptrs + r0 + r[None, :], mask=valid[:, None] & (r0 + r < R)[None, :], other=0.0)
-                part = tl.where((r0 + r < rank)[None, :], part, 0.0)
-                b = load_b(b_ptr, n, n < width, r0 + r, rank, R, stride_bn, HAS_RANK)
-                acc = tl.dot(part, b, acc, input_precision="ieee")
-        if HAS_BIAS:
-            bias = tl.load(b_bias_ptr + n, mask=n < width, other=0.0)
-            scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
-            acc += (scaling * bias.to(tl.float32))[None, :]
-        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=y_mask)
+    # as in the decode kernel: one more select in the way of the MMA only where a rank ends within 16 bytes
+    if not HAS_RANK or rank % 8 == 0:
+        add_run(
+            y_ptr, h_ptrs, b_ptr, b_bias_ptr, rows, valid, base, begin, width, rank, R, slot, slice_index, scaling_ptr,
+            stride_ym, stride_bn, scaling_stride,
+            False, HAS_RANK, HAS_SCALING, HAS_BIAS, BN, BR, RUN, ONCE, STAGES,
+        )  # fmt: skip
+    else:
+        add_run(
+            y_ptr, h_ptrs, b_ptr, b_bias_ptr, rows, valid, base, begin, width, rank, R, slot, slice_index, scaling_ptr,
+            stride_ym, stride_bn, scaling_stride,
+            True, HAS_RANK, HAS_SCALING, HAS_BIAS, BN, BR, RUN, ONCE, 1,
+        )  # fmt: skip
 
 
 def expand_add(

@@ -59,12 +59,12 @@ def shrink_tile(
     tile = pid // SPLIT
     slice_index = (tile // RANK_TILES) % len(a_ptrs)
     number = tile // (RANK_TILES * len(a_ptrs))
-    group, first, stop = row_tile(number, ids_ptr, counts_ptr, starts_ptr, num_groups, num_slots, GROUPS, BM)
+    group, slot, first, stop = row_tile(number, ids_ptr, counts_ptr, starts_ptr, num_groups, num_slots, GROUPS, BM)
     last = split == 0
     if group >= 0:
-        slot = tl.load(ids_ptr + group)
         rows, valid = tile_rows(first, stop, sorted_ptr, M, BM)
         rank = slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK)
+        scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
         r = (tile % RANK_TILES) * BR + tl.arange(0, BR)
         a_ptr = pick(a_ptrs, slice_index) + slot.to(tl.int64) * stride_al
         span = tl.cdiv(tl.cdiv(K, BS), SPLIT) * BS
@@ -86,7 +86,7 @@ def shrink_tile(
                 for s in tl.static_range(1, SPLIT):
                     acc += tl.load(planes_ptr + s * plane + offs, mask=keep, other=0.0)
         if last:
-            acc *= slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
+            acc *= scaling
             # past the rank stand zeros, and not what an infinite input or scaling times zero is
             acc = tl.where((r < rank)[None, :], acc, 0.0)
             tl.store(h_ptr + offs, acc.to(h_ptr.dtype.element_ty), mask=keep)

@@ -21,6 +21,51 @@ from torch_epilora.ops.triton.linear import settle
 from torch_epilora.ops.triton.shrink import stride_or_zero
 
 
+@triton.jit
+def add_adapters(
+    acc, rows, valid, position, turn, turns, ids, counts, starts, ranks, h_ptr, b_ptrs, b_bias_ptrs, scaling_ptr,
+    slice_index, within, n_valid, R, stride_bls, stride_bn, scaling_stride, widths, width,
+    SELECT: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr,
+    BR: tl.constexpr, B_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add each row's own up-projection, one group's after the other, BR ranks at a time.
+
+    B is read up to its rank in whole 16 bytes. SELECT: some of the last ones lie beyond a rank.
+    """
+    r = tl.arange(0, BR)
+    chunks = tl.cdiv(R, BR)
+    h_ptrs = h_ptr + (rows[:, None] * len(widths) + slice_index) * R
+    for i in tl.range(0, turns * chunks, num_stages=B_STAGES):
+        # found in registers: what is read from memory would hold up B's loads
+        mine = turn == i // chunks
+        slot = tl.sum(tl.where(mine, ids, 0), 0)
+        start = tl.sum(tl.where(mine, starts, 0), 0)
+        member = valid & (position >= start) & (position < start + tl.sum(tl.where(mine, counts, 0), 0))
+        at = i % chunks * BR + r
+        h = tl.load(h_ptrs + at[None, :], mask=member[:, None] & (at < R)[None, :], other=0.0)
+        b_ptr = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
+        there = at < R
+        if HAS_RANK:
+            rank = tl.sum(tl.where(mine, ranks, 0), 0)
+            there = there & (at < tl.cdiv(rank, 8) * 8)
+        b = tl.load(
+            b_ptr + within[None, :].to(tl.int64) * stride_bn + at[:, None],
+            mask=n_valid[None, :] & there[:, None], other=0.0,
+        )  # fmt: skip
+        if SELECT:
+            b = tl.where((at < rank)[:, None], b, 0.0)
+        # settled, or ptxas would wait after every MMA of the main loop too (C7515)
+        total = settle(tl.dot(h, b, input_precision="ieee"))
+        if HAS_LORA_BIAS:
+            scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
+            b_bias_ptr = pick(b_bias_ptrs, slice_index) + slot.to(tl.int64) * width
+            b_bias = tl.load(b_bias_ptr + within, mask=n_valid & (i % chunks == 0), other=0.0)
+            total += (scaling * b_bias.to(tl.float32))[None, :]
+        # a select, not a sum: an infinity in one tenant's B cannot reach another tenant's rows as 0 * inf
+        acc = tl.where(member[:, None], acc + total, acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["M", "num_groups", "num_slots", "m_tiles", "n_tiles"])
 def tma_kernel(
     w_desc, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, h_ptr, b_ptrs, b_bias_ptrs, rank_ptr,
@@ -46,6 +91,10 @@ def tma_kernel(
         # groups that have rows in this tile take turns
         here = (ids >= 0) & (ids < num_slots) & (counts > 0)
         here = here & (starts < (m_tile + 1) * BM) & (starts + counts > m_tile * BM)
+        ranks = tl.zeros([GROUPS], tl.int32) + R
+        if HAS_RANK:
+            ranks = tl.minimum(tl.load(rank_ptr + slice_index * rank_stride + ids, mask=here, other=0), R)
+            here = here & (ranks > 0)
         turn = tl.where(here, tl.cumsum(here.to(tl.int32), 0) - 1, -1)
         turns = tl.sum(here.to(tl.int32), 0)
     valid = (rows >= 0) & (rows < M) & (position < M)
@@ -63,35 +112,19 @@ def tma_kernel(
     acc *= tl.load(x_scale_ptr + rows * stride_sm, mask=valid, other=0.0)[:, None]
     acc *= w_scale[None, :]
     if LORA:
-        r = tl.arange(0, BR)
-        chunks = tl.cdiv(R, BR)
-        h_ptrs = h_ptr + (rows[:, None] * len(widths) + slice_index) * R
-        for i in tl.range(0, turns * chunks, num_stages=B_STAGES):
-            # found in registers: what is read from memory would hold up B's loads
-            mine = turn == i // chunks
-            slot = tl.sum(tl.where(mine, ids, 0), 0)
-            start = tl.sum(tl.where(mine, starts, 0), 0)
-            member = valid & (position >= start) & (position < start + tl.sum(tl.where(mine, counts, 0), 0))
-            at = i % chunks * BR + r
-            h = tl.load(h_ptrs + at[None, :], mask=member[:, None] & (at < R)[None, :], other=0.0)
-            b_ptr = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
-            b = tl.load(
-                b_ptr + within[None, :].to(tl.int64) * stride_bn + at[:, None],
-                mask=n_valid[None, :] & (at < R)[:, None], other=0.0,
+        # as in the decode kernel: one more select in the way of the MMA only where a rank ends within 16 bytes
+        if not HAS_RANK or tl.max(tl.where(here, ranks % 8, 0), 0) == 0:
+            acc = add_adapters(
+                acc, rows, valid, position, turn, turns, ids, counts, starts, ranks, h_ptr, b_ptrs, b_bias_ptrs,
+                scaling_ptr, slice_index, within, n_valid, R, stride_bls, stride_bn, scaling_stride, widths, width,
+                False, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS, BR, B_STAGES,
             )  # fmt: skip
-            if HAS_RANK:
-                rank = tl.minimum(tl.load(rank_ptr + slice_index * rank_stride + slot), R)
-                member = member & (rank > 0)
-                b = tl.where((at < rank)[:, None], b, 0.0)
-            # settled, or ptxas would wait after every MMA of the main loop too (C7515)
-            total = settle(tl.dot(h, b, input_precision="ieee"))
-            if HAS_LORA_BIAS:
-                scaling = slot_scaling(scaling_ptr, scaling_stride, slice_index, slot, HAS_SCALING)
-                b_bias_ptr = pick(b_bias_ptrs, slice_index) + slot.to(tl.int64) * width
-                b_bias = tl.load(b_bias_ptr + within, mask=n_valid & (i % chunks == 0), other=0.0)
-                total += (scaling * b_bias.to(tl.float32))[None, :]
-            # a select, not a sum: an infinity in one tenant's B cannot reach another tenant's rows as 0 * inf
-            acc = tl.where(member[:, None], acc + total, acc)
+        else:
+            acc = add_adapters(
+                acc, rows, valid, position, turn, turns, ids, counts, starts, ranks, h_ptr, b_ptrs, b_bias_ptrs,
+                scaling_ptr, slice_index, within, n_valid, R, stride_bls, stride_bn, scaling_stride, widths, width,
+                True, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS, BR, B_STAGES,
+            )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n_valid, other=0.0).to(tl.float32)[None, :]
     y_ptrs = y_ptr + rows[:, None] * sum_of(widths) + n[None, :]
