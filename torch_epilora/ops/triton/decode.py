@@ -76,11 +76,21 @@ def turns(row, ids, counts, starts, ranks, active, BM: tl.constexpr):
 
 
 @triton.jit
-def first_of(ids, ranks, active, GROUPS: tl.constexpr):
-    """(slot, rank) of the first active group: counts may name groups whose rows are not here."""
+def first_of(ids, counts, starts, ranks, active, GROUPS: tl.constexpr):
+    """(slot, rank, first position, end) of the first active group, where no other has rows here."""
     g = tl.arange(0, GROUPS)
     first = g == tl.min(tl.where(active, g, GROUPS), 0)
-    return tl.sum(tl.where(first, ids, 0), 0), tl.sum(tl.where(first, ranks, 0), 0)
+    slot, rank = tl.sum(tl.where(first, ids, 0), 0), tl.sum(tl.where(first, ranks, 0), 0)
+    start = tl.sum(tl.where(first, starts, 0), 0)
+    return slot, rank, start, start + tl.sum(tl.where(first, counts, 0), 0)
+
+
+@triton.jit
+def one_turn(row, start, stop, BM: tl.constexpr):
+    """Each row's turn as above, if only positions from ``start`` to ``stop`` have one: less to find than for many."""
+    place = tl.arange(0, BM)
+    inside = (place >= start) & (place < stop)
+    return tl.max(tl.where((row[:, None] == place[None, :]) & inside[:, None], 0, -1), 0)
 
 
 @triton.jit
@@ -229,6 +239,8 @@ def decode_kernel(
     h = tl.zeros([BR, BM], y_ptr.dtype.element_ty)
     slot = 0
     rank = R
+    start = 0
+    stop = 0
     if LORA:
         ids, counts, starts, ranks, active = groups_of(
             ids_ptr, counts_ptr, starts_ptr, rank_ptr, num_groups, num_slots, slice_index, R, rank_stride, GROUPS,
@@ -239,9 +251,11 @@ def decode_kernel(
         h_mask = valid[None, :] & (r < R)[:, None]
         if QUANTIZE >= 0:
             # in the time that codes take to be made; with codes given it would hold the main loop up
-            mine, slots, turn_ranks, last = turns(row, ids, counts, starts, ranks, active, BM)
-            if not MANY:
-                slot, rank = first_of(ids, ranks, active, GROUPS)
+            if MANY:
+                mine, slots, turn_ranks, last = turns(row, ids, counts, starts, ranks, active, BM)
+            else:
+                slot, rank, start, stop = first_of(ids, counts, starts, ranks, active, GROUPS)
+                mine = one_turn(row, start, stop, BM)
                 b = load_b(
                     slot + n * 0, rank + n * 0, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn,
                     HAS_RANK,
@@ -286,7 +300,7 @@ def decode_kernel(
                 if PDL and not OVERLAP:
                     gdc_launch_dependents()
                 if QUANTIZE < 0:
-                    slot, rank = first_of(ids, ranks, active, GROUPS)
+                    slot, rank, start, stop = first_of(ids, counts, starts, ranks, active, GROUPS)
                     b = load_b(
                         slot + n * 0, rank + n * 0, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn,
                         HAS_RANK,
@@ -307,9 +321,9 @@ def decode_kernel(
     if LAYOUT != 2:
         acc *= w_scale[:, None]
     if LORA:
-        if QUANTIZE < 0:
-            mine, slots, turn_ranks, last = turns(row, ids, counts, starts, ranks, active, BM)
         if MANY:
+            if QUANTIZE < 0:
+                mine, slots, turn_ranks, last = turns(row, ids, counts, starts, ranks, active, BM)
             wait_for(signal_ptr + TILES, shrink_tiles)
             ticket = leave(signal_ptr + LEFT)
             h = tl.load(h_ptrs, mask=h_mask, other=0.0)
@@ -328,11 +342,12 @@ def decode_kernel(
                     True, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS, BM, BN, 1, 2,
                 )  # fmt: skip
         else:
-            total = update(
+            if QUANTIZE < 0:
+                mine = one_turn(row, start, stop, BM)
+            lora = update(
                 b, h, slot + n * 0, rank + n * 0, within, n_valid, r, width, b_bias_ptrs, scaling_ptr, slice_index,
                 scaling_stride, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS,
             )  # fmt: skip
-            lora = tl.where((mine == 0)[None, :], total, 0.0)
         acc = tl.where((mine >= 0)[None, :], acc + lora, acc)
     if HAS_BIAS:
         acc += bias.to(tl.float32)[:, None]
