@@ -122,6 +122,15 @@ def _ranks(case: Case) -> Tensor:
     return full if case.rank is None else case.rank[0].clone()
 
 
+def stacked_a(case: Case) -> Tensor:
+    """A of all slices, one below the other by each adapter's own rank, which is where SGLang's kernels look for them."""
+    slots, rank, k = case.a[0].shape
+    stacked = case.a[0].new_zeros(slots, len(case.a) * rank, k)
+    for slot, own in enumerate(_ranks(case).tolist()):
+        stacked[slot, : len(case.a) * own] = torch.cat([a[slot, :own] for a in case.a])
+    return stacked
+
+
 def _row_slots(case: Case) -> Tensor:
     return torch.tensor(case.row_slots, dtype=torch.int32, device=case.x.device)
 
@@ -206,7 +215,7 @@ def sglang_lora(case: Case, bases: list[Call]) -> list[Call]:
     )
     plan = runner.plan_for(sglang.Kind.LINEAR, rank, k, n, num_tokens=m)
     adapters = {
-        "a": torch.cat(case.a, 1),
+        "a": stacked_a(case),
         "b": torch.cat(_scaled_b(case), 1),
         "offsets": tuple(accumulate((t.shape[1] for t in case.b), initial=0)),
     }

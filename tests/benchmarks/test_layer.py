@@ -82,6 +82,17 @@ def test_kinds_of_batches_are_what_they_say():
     assert not case.a[0][1, 16:].any() and not case.b[1][1, :, 16:].any() and case.a[0][1, :16].all()
 
 
+def test_slices_of_a_lie_one_below_the_other_by_each_adapters_rank_for_sglang():
+    case = make_case(10, 64, [32, 16], 128, 6, mixed_ranks=False, poison=False)
+    batches.deal(case, "mixed")
+    stacked = peers.stacked_a(case)
+    assert stacked.shape == (6, 256, 64)
+    for slot, rank in enumerate(case.rank[0].tolist()):
+        assert torch.equal(stacked[slot, :rank], case.a[0][slot, :rank])
+        assert torch.equal(stacked[slot, rank : 2 * rank], case.a[1][slot, :rank])
+        assert not stacked[slot, 2 * rank :].any()
+
+
 def test_only_right_results_are_timed():
     want = torch.randn(4, 64, dtype=torch.float64)
 

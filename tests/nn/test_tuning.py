@@ -97,7 +97,8 @@ def test_calls_follow_what_was_timed_and_nothing_is_timed_twice() -> None:
 def test_it_stops_when_the_time_is_up_and_goes_on_the_next_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = iter([0.0, 1.0, 2.0, 11.0, 20.0, 21.0, 22.0])
+    # the third would take four seconds, as the second did, and three are left
+    clock = iter([0.0, 1.0, 3.0, 3.0, 7.0, 7.0, 20.0, 21.0, 22.0, 22.0, 23.0])
     monkeypatch.setattr(tune_module.time, "monotonic", lambda: next(clock))
     seen: list[tuple[int, int]] = []
     assert te.tune(model(), tokens=[64], progress=lambda done, todo: seen.append((done, todo))) == 2

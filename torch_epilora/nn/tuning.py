@@ -83,7 +83,7 @@ def tune(
     graph_tokens : int
         Batches up to here are replayed in CUDA graphs and timed so; larger ones are timed with the host's time.
     seconds : float
-        When to stop; the size at hand is finished.
+        When to stop: no size is begun that would take longer, if it takes as long as the longest so far.
     progress : callable, optional
         Called with the number of sizes done and of all to do.
 
@@ -122,12 +122,14 @@ def tune(
         if size.key not in known or known[size.key].graph != size.graph
     ]
     found: dict[Key, Measured] = {}
-    end = time.monotonic() + seconds
+    end, longest = time.monotonic() + seconds, 0.0
     try:
         for done, size in enumerate(todo):
             if progress is not None:
                 progress(done, len(todo))
-            if time.monotonic() >= end:
+            begun = time.monotonic()
+            # nor is one begun that would not end in time: where kernels are compiled, one takes seconds
+            if begun + longest >= end:
                 logger.warning(
                     "%d of %d sizes were timed in %g s, the rest keep the rules' plans. Call torch_epilora.tune(model, "
                     "seconds=...) to time them too.", done, len(todo), seconds,
@@ -138,6 +140,7 @@ def tune(
                 found[size.key] = trial.fastest(graph=size.graph)
             except RuntimeError as error:  # no memory for it, or a kernel that does not run
                 logger.warning("%s keeps the rules' plan: %s", size.key, str(error)[:300])
+            longest = max(longest, time.monotonic() - begun)
     finally:
         if found:
             choice.keep(gpu, capability, found)
