@@ -123,7 +123,7 @@ def _ranks(case: Case) -> Tensor:
 
 
 def stacked_a(case: Case) -> Tensor:
-    """A of all slices, one below the other by each adapter's own rank, which is where SGLang's kernels look for them."""
+    """A of all slices, one below the other by each adapter's own rank, where SGLang's kernels look for them."""
     slots, rank, k = case.a[0].shape
     stacked = case.a[0].new_zeros(slots, len(case.a) * rank, k)
     for slot, own in enumerate(_ranks(case).tolist()):
