@@ -153,6 +153,25 @@ def test_block_scales_through_the_vendors_gemm(m: int, k: int, n: int) -> None:
     assert sqnr(case.run("lora_linear_hybrid"), oracle(case)) > 40
 
 
+@pytest.mark.parametrize("m", [1, 40, 300])
+def test_adapters_are_added_to_what_another_base_wrote(m: int) -> None:
+    case = make_case(m, 1024, [512, 256], 40, 4, b_bias=True, popularity="distinct", device="cuda")
+    adapters = (case.a, case.b, case.b_bias, case.rank, case.scaling)
+    y = torch.randn(m, 768, device="cuda").bfloat16()
+    want, before = y.cpu(), y.clone()
+    on_cpu = [[t.cpu() for t in v] if isinstance(v, list) else v.cpu() for v in adapters]
+    flag = torch.tensor([False])
+    torch.ops.epilora.lora_add_(want, case.x.cpu(), *on_cpu, *(t.cpu() for t in case.groups[:4]), flag)
+    torch.ops.epilora.lora_add_(y, case.x, *adapters, *case.groups[:4], flag)
+    assert sqnr(y.cpu(), want.double()) > 40 and not torch.equal(y, before)
+    again = before.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.epilora.lora_add_(again, case.x, *adapters, *case.groups[:4], torch.tensor([True]))
+    graph.replay()
+    assert torch.equal(again, before)
+
+
 def test_row_strides_past_two_to_the_thirty() -> None:
     """cases.md 19: offsets that 32 bits cannot hold."""
     case = make_case(3, 64, [128], 8, 2, device="cuda", popularity="distinct")

@@ -45,6 +45,10 @@ def calls() -> dict[str, Call]:
         "groups": ("adapter_groups", (torch.tensor([2, -1, 0], dtype=torch.int32), 12, 3)),
         "shrink": ("shrink", (case.x, case.a, case.rank, case.scaling, *case.groups[:4])),
         "expand": ("expand_add_", (y, h, case.b, case.b_bias, case.rank, case.scaling, *case.groups[:4])),
+        "add": (
+            "lora_add_",
+            (y, case.x, case.a, case.b, case.b_bias, case.rank, case.scaling, *case.groups),
+        ),
         "backward": ("lora_linear_backward", backward_args(case)),
     }
     for layout in ("tensor", "channel", "block"):
@@ -101,14 +105,14 @@ def test_opcheck_with_gradients(needs: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_only_expand_add_changes_an_argument_and_no_output_is_one(name: str) -> None:
+def test_only_what_adds_changes_an_argument_and_no_output_is_one(name: str) -> None:
     """opcheck's schema test for what it cannot compare: every argument's bytes, before and after."""
     op, arguments = CALLS[name]
     before = [t.clone().view(-1).view(torch.uint8) for t in flat(arguments)]
     outputs = flat(getattr(EPILORA, op)(*arguments))
     after = [t.view(-1).view(torch.uint8) for t in flat(arguments)]
     changed = [i for i, (a, b) in enumerate(zip(after, before, strict=True)) if not torch.equal(a, b)]
-    assert changed == ([0] if op == "expand_add_" else [])
+    assert changed == ([0] if op in ("expand_add_", "lora_add_") else [])
     owned = {t.untyped_storage().data_ptr() for t in flat(arguments) if t.numel()}
     assert not owned & {t.untyped_storage().data_ptr() for t in outputs if t.numel()}
 

@@ -373,6 +373,30 @@ def test_expand_add_without_b() -> None:
     refuses(EPILORA.expand_add_, expand_args(case, Y, H), ValueError, r"b: expected 1 to 16 tensors .*got 0")
 
 
+ADD = [
+    ("y_rows", Y[:3], {}, ValueError, r"y: expected 4 rows, as x has, got 3"),
+    ("y_dtype", Y.half(), {}, TypeError, r"y: expected dtype bfloat16, got float16"),
+    ("y_width", Y[:, :100], {}, ValueError, r"b: expected slice widths that sum to the output width 100"),
+    ("flag", Y, {"no_adapter": torch.tensor([0])}, TypeError, r"no_adapter: expected dtype bool, got int64"),
+    ("two_flags", Y, {"no_adapter": torch.tensor([True, False])}, ValueError,
+     r"no_adapter: expected one bool on the CPU"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("y", "changed", "error", "message"), [w[1:] for w in ADD], ids=[w[0] for w in ADD])
+def test_lora_add_refuses(y: Tensor, changed: dict, error: type[Exception], message: str) -> None:
+    case = right()
+    groups = case.groups._replace(**changed)
+    adapters = (case.a, case.b, case.b_bias, case.rank, case.scaling)
+    refuses(EPILORA.lora_add_, (y, case.x, *adapters, *groups), error, message)
+
+
+def test_lora_add_has_no_gradient() -> None:
+    case = right()
+    arguments = (Y, case.x.requires_grad_(), case.a, case.b, case.b_bias, case.rank, case.scaling, *case.groups)
+    refuses(EPILORA.lora_add_, arguments, NotImplementedError, r"lora_add_ has no gradient")
+
+
 def test_scale_layout_names_the_three_shapes() -> None:
     assert scale_layout((192, 256), torch.ones(1, 1)) == "tensor"
     assert scale_layout((192, 256), torch.ones(192)) == "channel"

@@ -294,6 +294,20 @@ def test_expand_add_into_a_view_leaves_what_lies_around_it() -> None:
     assert room.abs().sum() == 0
 
 
+@pytest.mark.parametrize("b_bias", [False, True])
+def test_lora_add_is_shrink_and_expand(b_bias: bool) -> None:
+    case = make_case(20, 300, [48, 20, 8], 12, 3, b_bias=b_bias)
+    y, rows = torch.randn(20, 76).to(torch.bfloat16), case.groups[:4]
+    want, before = y.clone(), y.clone()
+    h = EPILORA.shrink(case.x, case.a, case.rank, case.scaling, *rows)
+    EPILORA.expand_add_(want, h, case.b, case.b_bias, case.rank, case.scaling, *rows)
+    adapters = (case.a, case.b, case.b_bias, case.rank, case.scaling)
+    assert EPILORA.lora_add_(y, case.x, *adapters, *rows, torch.tensor([True])) is None
+    assert torch.equal(y, before)
+    EPILORA.lora_add_(y, case.x, *adapters, *rows, torch.tensor([False]))
+    assert torch.equal(y, want) and not torch.equal(y, before)
+
+
 # --- quantizers ------------------------------------------------------------------------------------------------------
 
 

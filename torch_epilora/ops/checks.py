@@ -298,6 +298,14 @@ On = Tensor | int
 device, and addresses of tensors, which are multiples of 16 (``launch``)."""
 
 
+def _check_flag(no_adapter: Tensor) -> None:
+    _dtype("no_adapter", no_adapter, (torch.bool,))
+    if no_adapter.device.type not in ("cpu", "meta") or no_adapter.numel() != 1:
+        raise _fail(
+            "no_adapter", "one bool on the CPU, read on the host", f"{no_adapter.numel()} on {no_adapter.device}"
+        )
+
+
 def check_call(call: Call) -> None:
     """Raise unless the arguments of ``lora_linear`` fit together."""
     x, bias, no_adapter, n = call.x, call.bias, call.no_adapter, call.weight.shape[0] if call.weight.dim() else 0
@@ -309,11 +317,7 @@ def check_call(call: Call) -> None:
         _device("bias", bias, x)
         if tuple(bias.shape) != (n,) or not bias.is_contiguous():
             raise _fail("bias", f"a contiguous [{n}]", f"shape {tuple(bias.shape)}")
-    _dtype("no_adapter", no_adapter, (torch.bool,))
-    if no_adapter.device.type not in ("cpu", "meta") or no_adapter.numel() != 1:
-        raise _fail(
-            "no_adapter", "one bool on the CPU, read on the host", f"{no_adapter.numel()} on {no_adapter.device}"
-        )
+    _check_flag(no_adapter)
     if call.a or call.b:
         slots, r = check_a(x, call.a)
         check_b(x, call.b, call.b_bias, len(call.a), slots, r, n)
@@ -406,3 +410,33 @@ def check_expand(
     check_per_slot("rank", rank, torch.int32, len(b), slots, y)
     check_per_slot("scaling", scaling, torch.float32, len(b), slots, y)
     check_groups(y, sorted_tokens, ids, counts, starts)
+
+
+def check_add(
+    y: Tensor,
+    x: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    b_bias: list[Tensor],
+    rank: Tensor | None,
+    scaling: Tensor | None,
+    sorted_tokens: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    no_adapter: Tensor,
+) -> None:
+    """Raise unless the arguments of ``lora_add_`` fit together."""
+    r = check_shrink(x, a, rank, scaling, sorted_tokens, ids, counts, starts)
+    check_matrix("y", y)
+    _dtype("y", y, (x.dtype,))
+    _device("y", y, x)
+    if y.shape[0] != x.shape[0]:
+        raise _fail("y", f"{x.shape[0]} rows, as x has", f"{y.shape[0]}")
+    check_b(y, b, b_bias, len(a), a[0].shape[0], r, y.shape[1])
+    _check_flag(no_adapter)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (y, x, *a, *b, *b_bias)):
+        raise NotImplementedError(
+            "y, x, a, b, b_bias: lora_add_ has no gradient, and one of them requires it. Call it under "
+            "torch.no_grad(), or use lora_linear, which has one."
+        )

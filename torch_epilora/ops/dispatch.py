@@ -485,11 +485,44 @@ def _cuda_expand(
     expand_add(y, h, b, b_bias, rank, scaling, groups, plan.expand)
 
 
+def _cuda_add(
+    y: Tensor,
+    x: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    b_bias: list[Tensor],
+    rank: Tensor | None,
+    scaling: Tensor | None,
+    sorted_tokens: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    no_adapter: Tensor,
+) -> None:
+    checks.check_add(y, x, a, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts, no_adapter)
+    if no_adapter.item() or y.numel() == 0:  # nothing is launched, so nothing of it is in a graph of the bare base
+        return
+    (m, k), capability = x.shape, _capability(x.device)
+    if unsupported(capability) or k == 0:
+        reference.lora_add_(y, x, a, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts, no_adapter)
+        return
+    from torch_epilora.ops.triton.expand import expand_add
+    from torch_epilora.ops.triton.shrink import shrink
+
+    groups = Groups(sorted_tokens, ids, counts, starts, no_adapter)
+    plan = make_plan(
+        Problem(m, y.shape[1], k, a[0].shape[1], len(a), ids.shape[0], dtype=x.dtype, capability=capability)
+    )
+    h = shrink(x, a, rank, scaling, groups, plan.shrink)
+    expand_add(y, h, b, b_bias, rank, scaling, groups, plan.expand)
+
+
 library.impl("quantize_fp8_token", _cuda_quantize("token"), "CUDA")
 library.impl("quantize_fp8_group", _cuda_quantize("group"), "CUDA")
 library.impl("quantize_fp8_static", _cuda_quantize_static, "CUDA")
 library.impl("shrink", _cuda_shrink, "CUDA")
 library.impl("expand_add_", _cuda_expand, "CUDA")
+library.impl("lora_add_", _cuda_add, "CUDA")
 # the rest is plain torch on every device: weights are quantized once, and row groups are made once a batch
 for _name in ("quantize_fp8_tensor", "quantize_fp8_weight", "adapter_groups"):
     library.impl(_name, getattr(reference, _name), "CUDA")

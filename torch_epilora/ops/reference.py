@@ -236,6 +236,27 @@ def expand_add_(
         y[rows] = acc.to(y.dtype)
 
 
+def lora_add_(
+    y: Tensor,
+    x: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    b_bias: list[Tensor],
+    rank: Tensor | None,
+    scaling: Tensor | None,
+    sorted_tokens: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    no_adapter: Tensor,
+) -> None:
+    """Add all that adapters add to what another base wrote, in place: shrink, then expand."""
+    rows = (sorted_tokens, ids, counts, starts)
+    checks.check_add(y, x, a, b, b_bias, rank, scaling, *rows, no_adapter)
+    if not no_adapter.item():
+        expand_add_(y, shrink(x, a, rank, scaling, *rows), b, b_bias, rank, scaling, *rows)
+
+
 def quantize_activations(
     x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, layout: str
 ) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,8 @@ SCHEMAS = {
     "shrink": f"(Tensor x, Tensor[] a, Tensor? rank, Tensor? scaling, {_GROUPS}) -> Tensor",
     "expand_add_": "(Tensor(a!) y, Tensor h, Tensor[] b, Tensor[] b_bias, Tensor? rank, Tensor? scaling, "
     f"{_GROUPS}) -> ()",
+    "lora_add_": "(Tensor(a!) y, Tensor x, Tensor[] a, Tensor[] b, Tensor[] b_bias, Tensor? rank, Tensor? scaling, "
+    f"{_GROUPS}, Tensor no_adapter) -> ()",
     **{name: _LINEAR for name in LINEAR_OPS},
 }
 TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -35,7 +37,7 @@ HOST_TAGS = (*TAGS, torch.Tag.cudagraph_unsafe)
 Who captures a graph knows what it holds; inductor leaves these operators out of its graphs."""
 
 for _name, _schema in SCHEMAS.items():
-    library.define(_name + _schema, tags=HOST_TAGS if _name in LINEAR_OPS else TAGS)
+    library.define(_name + _schema, tags=HOST_TAGS if "no_adapter" in _schema else TAGS)
 
 
 def _codes_like(x: Tensor) -> Tensor:
@@ -110,6 +112,11 @@ def _(
     starts: Tensor,
 ) -> None:
     checks.check_expand(y, h, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts)
+
+
+@torch.library.register_fake("epilora::lora_add_", lib=library)
+def _(*arguments) -> None:
+    checks.check_add(*arguments)
 
 
 def _fake_linear(*arguments) -> Tensor:
