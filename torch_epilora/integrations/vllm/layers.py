@@ -1,0 +1,143 @@
+"""vLLM's LoRA layers over our operators: subclasses that keep its buffers, sharding and loading."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.lora.layers import (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearVariableSliceWithLoRA
+
+from torch_epilora.integrations.vllm.bases import codes, fp8_refusal, weights
+from torch_epilora.ops.checks import MAX_SLICES
+
+OURS = (
+    ColumnParallelLinearWithLoRA, MergedColumnParallelLinearWithLoRA, QKVParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA, MergedColumnParallelLinearVariableSliceWithLoRA, RowParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+)  # fmt: skip
+"""Classes of vLLM that are replaced; of all others its own do the work."""
+
+EPILOGUE, ADDED = "FP8 operator", "adapter kernels"
+"""What serves a layer: our operator with base and adapters in one, or our adapter kernels after vLLM's base."""
+
+
+class Rows:
+    """What both kinds of layers have in common: vLLM's buffers and batch metadata as our operators take them."""
+
+    served_by = ""
+    lora_a_stacked: tuple[Tensor, ...]
+    lora_b_stacked: tuple[Tensor, ...]
+    punica_wrapper: Any
+
+    def _adapters(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], None, None]:
+        """View A as [slots, R, K], B as [slots, N_i, R]; past a rank vLLM has zeros, and scaling is folded into B."""
+        return [a[:, 0] for a in self.lora_a_stacked], [b[:, 0] for b in self.lora_b_stacked], [], None, None
+
+    def _groups(self, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Which rows use which slot.
+
+        vLLM's ``token_lora_mapping`` is not read: rows that a batch does not have keep other batches' entries.
+        """
+        wrapper = self.punica_wrapper
+        meta = getattr(wrapper, "token_mapping_meta", None)
+        if meta is not None:
+            return (
+                meta.token_indices_sorted_by_lora_ids, meta.active_lora_ids, meta.num_tokens_per_lora,
+                meta.lora_token_start_loc, meta.no_lora_flag_cpu,
+            )  # fmt: skip
+        # vLLM on the CPU, whose batches have no rows but their own
+        slots = wrapper._token_lora_indices[:m].to(torch.int32)
+        groups = torch.ops.epilora.adapter_groups(slots, m, self.lora_a_stacked[0].shape[0])
+        return *groups, (slots < 0).all().reshape(1)
+
+
+class InTheEpilogue(Rows):
+    """A layer over FP8 codes: one operator multiplies them and adds the adapters."""
+
+    served_by = EPILOGUE
+    mode = "w8a8"
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute the layer's output [.., N] of x [.., K], adapters and bias in it."""
+        layer: nn.Module = self.base_layer  # type: ignore[attr-defined]
+        rows = x.reshape(-1, x.shape[-1])
+        x_codes, x_scale = codes(layer, rows) if self.mode == "w8a8" else (None, None)
+        y = torch.ops.epilora.lora_linear(
+            rows, x_codes, x_scale, *weights(layer), bias, *self._adapters(), *self._groups(rows.shape[0]), self.mode
+        )
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class AfterTheBase(Rows):
+    """A layer over a base that vLLM computes: one operator adds the adapters to what it wrote."""
+
+    served_by = ADDED
+
+    def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        y = output.view(-1, output.shape[-1])
+        torch.ops.epilora.lora_add_(y, rows, *self._adapters(), *self._groups(rows.shape[0]))
+        return output
+
+
+def refusal(layer: nn.Module, lora_config: Any) -> str | None:
+    """Say why vLLM's own kernels stay with a layer, or None."""
+    from vllm import envs
+
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT: our plans differ by the number of tokens"
+    if envs.VLLM_LORA_ENABLE_DUAL_STREAM:
+        return "VLLM_LORA_ENABLE_DUAL_STREAM: vLLM's adapter kernels were asked for, beside its base"
+    slices = len(getattr(layer, "output_sizes", ())) or 1
+    if slices > MAX_SLICES:
+        return f"{slices} slices are more than {MAX_SLICES}"
+    if lora_config.fully_sharded_loras and getattr(layer, "tp_size", 1) > 1:
+        return "fully sharded adapters: vLLM communicates between shrink and expand"
+    return None
+
+
+def ours(original: type, kind: type, mode: str, log: Any) -> type:
+    """Make the subclass of one of vLLM's classes for one kind of base.
+
+    Parameters
+    ----------
+    original : type
+        A class of :data:`OURS`.
+    kind : type
+        :class:`InTheEpilogue` or :class:`AfterTheBase`.
+    mode : str
+        "w8a8" or "w8a16".
+    log : callable
+        Told a layer's class and why it is not served, or not so.
+    """
+
+    def can_replace_layer(cls: type, source_layer: nn.Module, lora_config: Any, **more: Any) -> bool:
+        if not original.can_replace_layer(source_layer=source_layer, lora_config=lora_config, **more):  # type: ignore[attr-defined]
+            return False
+        why = refusal(source_layer, lora_config)
+        if why is None and kind is InTheEpilogue:
+            why = fp8_refusal(source_layer)
+        if why is not None:
+            log(type(source_layer).__name__, why)
+        return why is None
+
+    return type(
+        original.__name__, (kind, original), {"can_replace_layer": classmethod(can_replace_layer), "mode": mode}
+    )
+
+
+def classes(originals: tuple[type, ...], mode: str, log: Any) -> tuple[type, ...]:
+    """Put ours before those that they stand for: vLLM takes the first class that fits."""
+    found: list[type] = []
+    for original in originals:
+        if original in OURS:
+            found += [ours(original, kind, mode, log) for kind in (InTheEpilogue, AfterTheBase)]
+        found.append(original)
+    return tuple(found)
