@@ -1,11 +1,14 @@
-# make demo | test | test-gpu | sanitize | docs | lint | clean
-# One virtual environment, .venv, made on the first call; stamps in it keep later calls quick.
+# make demo | test | test-vllm | test-gpu | sanitize | docs | lint | clean
+# One virtual environment, .venv, made on the first call, and .venv-vllm for vLLM's CPU build, whose versions are its own;
+# stamps in them keep later calls quick.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Test processes; each takes one thread.
 JOBS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+VLLM_VENV := .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 # Nothing here may ask a model hub for anything.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -14,12 +17,16 @@ export OMP_WAIT_POLICY := PASSIVE
 # The theme prints a notice about its own future at every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test test-gpu sanitize docs lint clean
+.PHONY: demo test test-vllm test-gpu sanitize docs lint clean
 .DEFAULT_GOAL := test
+
+define CHECK_PYTHON
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
+endef
 
 # torch first and alone, so that no other package's range picks another build of it.
 $(VENV)/.torch: constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
 	touch $@
@@ -32,6 +39,16 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) install -c constraints.txt -e '.[demo,docs,dev]'
+	touch $@
+
+# torch with its dependencies; all else by its version alone. vLLM's CPU build wants torch's CPU build, which pip takes if
+# it finds it: PyPI has none for Linux, so there add PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+$(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install -c constraints-vllm.txt torch
+	$(VLLM_PIP) install --no-deps -r constraints-vllm.txt
+	$(VLLM_PIP) install --no-deps -e .
 	touch $@
 
 demo: $(VENV)/.demo
@@ -48,6 +65,10 @@ test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --durations=10 \
 		--cov --cov-report=term --cov-fail-under=90
 
+# The vLLM plugin in real engines on the CPU, one process an engine; minutes.
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest -q --durations=10 tests/vllm
+
 # With an interpreter that already has torch, triton, transformers, peft and pytest: make test-gpu PYTHON=python3
 test-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q --durations=10 -m gpu tests/gpu
@@ -61,5 +82,5 @@ sanitize:
 		compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m tests.gpu.sanitize {} $(PARTS) || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist site .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist site .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

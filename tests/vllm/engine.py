@@ -1,0 +1,128 @@
+"""One vLLM engine in a process of its own: ``python -m tests.vllm.engine MODE.json OUT.json``.
+
+A mode is a JSON object:
+
+- ``model``: a checkpoint's folder;
+- ``adapters``: PEFT folders by name;
+- ``requests``: objects with ``prompt`` (token ids), ``adapter`` (a name or null) and ``tokens`` (how many to make);
+- ``engine``: arguments of ``vllm.LLM`` over those of ``ENGINE``;
+- ``env``: environment variables over those of ``ENV``, which ``run`` sets before the process starts;
+- ``compile``: a backend of torch.compile ("eager", "inductor"), forced on the CPU, where vLLM compiles no LoRA.
+
+The result: ``answers``, one object a request with ``tokens`` and ``logprobs`` (for each step an object from the most
+likely tokens' ids to their log-probabilities); ``calls``, the plugin's counters, one entry a worker, null where there
+are none; ``seconds``. Two workers need ``VLLM_CPU_OMP_THREADS_BIND`` in ``env``, such as "0|1": a core of each.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TOP = 20
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+ENGINE = {
+    "dtype": "bfloat16",
+    "max_model_len": 128,
+    "max_num_seqs": 16,
+    "max_lora_rank": 16,
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "worker_extension_cls": "tests.vllm.worker.Counters",
+}
+
+
+def run(mode: dict[str, Any], folder: Path, timeout: float = 300) -> dict[str, Any]:
+    """Run a mode in a new process, with its log in the folder; raises with the log's end where that fails.
+
+    Engines of neighbouring folders share vLLM's cache: what it finds out about a model's class takes 7 seconds.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "mode.json", folder / "out.json"]
+    paths[0].write_text(json.dumps(mode, default=str))
+    # The interpreter of Triton's kernels, which the other tests need, is nothing for an engine.
+    outer = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env = {**outer, "VLLM_CACHE_ROOT": str(folder.parent / "cache"), **ENV, **mode.get("env", {})}
+    command = [sys.executable, "-m", "tests.vllm.engine", *map(str, paths)]
+    with open(folder / "log.txt", "w") as log:
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"none after {timeout} s"
+    if code != 0:
+        tail = (folder / "log.txt").read_text(errors="replace")[-6000:]
+        raise RuntimeError(f"engine: expected exit status 0, got {code}. The end of its log:\n{tail}")
+    return json.loads(paths[1].read_text())
+
+
+def answer(mode: dict[str, Any]) -> dict[str, Any]:
+    """Start the mode's engine in this process and let it answer all requests as one batch."""
+    start = time.monotonic()
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    engine = dict(ENGINE)
+    if mode["adapters"]:
+        # vLLM's CPU kernels apply the last slot to rows without an adapter: one slot stays empty.
+        engine |= {"enable_lora": True, "max_loras": len(mode["adapters"]) + 1}
+    if "compile" in mode:
+        _force_compile(mode["compile"])
+        engine["enforce_eager"] = False
+    imported = time.monotonic()
+    llm = LLM(mode["model"], **{**engine, **mode.get("engine", {})})
+    ready = time.monotonic()
+    loras = {name: LoRARequest(name, i + 1, path) for i, (name, path) in enumerate(mode["adapters"].items())}
+    outputs = llm.generate(
+        [{"prompt_token_ids": r["prompt"]} for r in mode["requests"]],
+        [
+            SamplingParams(temperature=0, max_tokens=r["tokens"], ignore_eos=True, logprobs=TOP)
+            for r in mode["requests"]
+        ],
+        lora_request=[loras.get(r["adapter"]) for r in mode["requests"]],
+        use_tqdm=False,
+    )
+    done = time.monotonic()
+    return {
+        "answers": [_plain(output.outputs[0]) for output in outputs],
+        "calls": llm.collective_rpc("epilora_calls"),
+        "seconds": {"import": imported - start, "load": ready - imported, "generate": done - ready},
+    }
+
+
+def _plain(completion: Any) -> dict[str, Any]:
+    """A request's tokens and log-probabilities as JSON has them."""
+    steps = [{str(token): entry.logprob for token, entry in step.items()} for step in completion.logprobs]
+    return {"tokens": list(completion.token_ids), "logprobs": steps}
+
+
+def _force_compile(backend: str) -> None:
+    """Let the CPU platform keep VLLM_COMPILE, which it takes back with LoRA; the config reaches workers as it is."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        config = vllm_config.compilation_config
+        config.mode, config.backend = CompilationMode.VLLM_COMPILE, backend
+        config.cudagraph_mode, config.compile_sizes = CUDAGraphMode.NONE, []
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+if __name__ == "__main__":
+    result = answer(json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(result))
