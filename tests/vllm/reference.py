@@ -21,17 +21,20 @@ Pairs = dict[str, tuple[Tensor, Tensor, float]]
 
 
 class ReferenceLinear(nn.Module):
-    """A W8A8 linear in fp32; an adapter, the same for all rows, reads the unquantized activations."""
+    """A linear in fp32, of codes or not; an adapter, the same for all rows, reads the unquantized activations."""
 
-    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+    def __init__(self, weight: Tensor, quantize: bool) -> None:
         super().__init__()
-        self.weight = nn.Buffer(codes.float() * scale.float(), persistent=False)
+        self.weight = nn.Buffer(weight, persistent=False)
+        self.quantize = quantize
         self.pair: tuple[Tensor, Tensor, float] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp_min(FLOOR)
-        codes = (x.float() / scale).clamp(-448, 448).to(FP8)
-        y = (codes.float() * scale) @ self.weight.t()
+        operand = x.float()
+        if self.quantize:
+            scale = (operand.abs().amax(-1, keepdim=True) / 448).clamp_min(FLOOR)
+            operand = (operand / scale).clamp(-448, 448).to(FP8).float() * scale
+        y = operand @ self.weight.t()
         if self.pair is not None:
             a, b, scaling = self.pair
             y = y + scaling * (x.float() @ a.t()) @ b.t()
@@ -39,14 +42,19 @@ class ReferenceLinear(nn.Module):
 
 
 class Reference:
-    """A checkpoint folder's model, bf16 (quantized per output channel, as vLLM does it) or FP8, and adapters."""
+    """A checkpoint folder's model and adapters.
 
-    def __init__(self, folder: Path, adapters: dict[str, Path]) -> None:
+    ``compute`` is "w8a8" or "w8a16", of FP8 codes or of a bf16 folder's weights that are quantized per output channel
+    as vLLM does it; or "bf16".
+    """
+
+    def __init__(self, folder: Path, adapters: dict[str, Path], compute: str = "w8a8") -> None:
         self.model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder)).bfloat16().eval()
         tensors = load_file(folder / "model.safetensors")
         for path, linear in list(self.model.named_modules()):
             if isinstance(linear, nn.Linear) and path != "lm_head":
-                self.model.set_submodule(path, ReferenceLinear(*_codes(path, tensors)))
+                weight = tensors[f"{path}.weight"].float() if compute == "bf16" else _dequantized(path, tensors)
+                self.model.set_submodule(path, ReferenceLinear(weight, compute == "w8a8"))
         self.model.load_state_dict({name: tensors[name] for name in self.model.state_dict()})
         self.adapters = {name: _read_adapter(path) for name, path in adapters.items()}
 
@@ -61,13 +69,13 @@ class Reference:
         return logits[len(prompt) - 1 :].float().log_softmax(-1)
 
 
-def _codes(path: str, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """A linear's codes and scales from the file, or made by vLLM's rule for channels."""
+def _dequantized(path: str, tensors: dict[str, Tensor]) -> Tensor:
+    """What a linear's codes stand for: those in the file, or made by vLLM's rule for channels."""
     weight = tensors[f"{path}.weight"]
     if weight.dtype == FP8:
-        return weight, tensors[f"{path}.weight_scale"]
+        return weight.float() * tensors[f"{path}.weight_scale"].float()
     scale = (weight.float().abs().amax(1, keepdim=True) / 448).clamp_min(FLOOR)
-    return (weight.float() / scale).clamp(-448, 448).to(FP8), scale
+    return (weight.float() / scale).clamp(-448, 448).to(FP8).float() * scale
 
 
 def _read_adapter(folder: Path) -> Pairs:

@@ -1,0 +1,86 @@
+"""Engines with the plugin answer as the reference does in every mode, and its operators are what ran."""
+
+from typing import Any
+
+import pytest
+
+from tests.vllm import engine, tiny
+from tests.vllm.reference import Reference, deviation
+from tests.vllm.test_baseline import LARGEST, MEAN
+
+LAYERS = 8
+"""Linears with adapters of the tiny model."""
+FP8, BF16 = {"quantization": "fp8_per_channel"}, {}
+MODES: dict[str, dict[str, Any]] = {
+    "online_fp8": {"model": "plain", "engine": FP8},
+    "checkpoint": {"model": "fp8"},
+    "bf16": {"model": "plain", "compute": "bf16", "operator": "lora_add_"},
+    "w8a16": {"model": "fp8", "compute": "w8a16", "env": {"EPILORA_VLLM_MODE": "w8a16"}},
+    "w8a16_of_the_engine": {
+        "model": "fp8", "compute": "w8a16", "engine": {"additional_config": {"epilora": {"mode": "w8a16"}}},
+    },
+    "processes": {"model": "fp8", "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}},
+    "two_ranks": {
+        "model": "fp8", "engine": {"tensor_parallel_size": 2}, "workers": 2,
+        "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    },
+    "compiled": {"model": "fp8", "compile": "eager"},
+    # three adapters take turns in one slot: loaded, evicted and loaded again between steps, beside rows without any
+    "swapped": {"model": "fp8", "engine": {"max_loras": 1, "max_cpu_loras": 3}},
+}  # fmt: skip
+
+
+def run(name: str, mode: dict[str, Any], checkpoints, adapters, folder) -> dict[str, Any]:
+    given = {key: mode[key] for key in ("engine", "env", "compile") if key in mode}
+    requests = tiny.requests()
+    return engine.run(
+        {"model": checkpoints[mode["model"]], "adapters": adapters, "requests": requests, **given}, folder / name
+    )
+
+
+def check(result: dict[str, Any], mode: dict[str, Any], checkpoints, adapters) -> None:
+    """The answers are the reference's within what roundings make, and the mode's operator ran for each layer."""
+    reference = Reference(checkpoints[mode["model"]], adapters, mode.get("compute", "w8a8"))
+    sure = 0
+    for request, answer in zip(tiny.requests(), result["answers"], strict=True):
+        found = deviation(reference.score(request["prompt"], answer["tokens"], request["adapter"]), answer)
+        assert found.mean < MEAN and found.largest < LARGEST and not found.wrong, (request["adapter"], found)
+        sure += found.sure
+    assert sure >= 20
+    assert len(result["calls"]) == mode.get("workers", 1)
+    operator = mode.get("operator", "lora_linear")
+    for calls in result["calls"]:
+        assert set(calls) == {operator} and calls[operator] >= LAYERS * len(result["answers"][0]["tokens"])
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_answers_and_operators(name, checkpoints, adapters, tmp_path):
+    check(run(name, MODES[name], checkpoints, adapters, tmp_path), MODES[name], checkpoints, adapters)
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"env": {"EPILORA_VLLM": "off"}},
+        {"engine": {"additional_config": {"epilora": {"enabled": False}}}},
+        {"engine": FP8, "model": "plain", "env": {"VLLM_LORA_ENABLE_DUAL_STREAM": "0", "VLLM_PLUGINS": "another"}},
+    ],
+    ids=["variable", "engine", "not_among_vllms_plugins"],
+)
+def test_switched_off_it_is_plain_vllm(switch, checkpoints, adapters, tmp_path):
+    result = run("off", {"model": "fp8", **switch}, checkpoints, adapters, tmp_path)
+    assert result["calls"] == [{}]
+    assert [len(answer["tokens"]) for answer in result["answers"]] == [8] * 8
+
+
+def test_a_compiled_graph_is_not_taken_for_another_ones(checkpoints, adapters, tmp_path):
+    """vLLM's ahead-of-time cache: without the plugin, with it, and without it again, all in one folder."""
+    cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    mode = {"model": "fp8", "compile": "inductor"}
+    ran = []
+    for name, switch in (("off", "off"), ("on", "on"), ("on_again", "on"), ("off_again", "off")):
+        result = run(name, {**mode, "env": {**cache, "EPILORA_VLLM": switch}}, checkpoints, adapters, tmp_path)
+        ran.append(result["calls"][0].get("lora_linear", 0))
+        if switch == "on":
+            check(result, mode, checkpoints, adapters)
+    assert ran[0] == ran[3] == 0 and min(ran[1:3]) > 0
