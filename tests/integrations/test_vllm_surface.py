@@ -60,6 +60,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     def _get_quant_method(self): ...
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
     def _apply_sync(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor: ...
 """,
     "lora/layers/column_parallel_linear.py": f"""
 class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
@@ -106,8 +107,8 @@ class PunicaWrapperGPU(PunicaWrapperBase):
 """,
     "lora/punica_wrapper/punica_base.py": """
 class PunicaWrapperBase:
-    @property
-    def token_lora_indices(self) -> Tensor: ...
+    def __init__(self, max_num_batched_tokens):
+        self._token_lora_indices = torch.empty(max_num_batched_tokens)
 """,
     "lora/ops/triton_ops/lora_kernel_metadata.py": """
 @dataclass
@@ -184,6 +185,9 @@ class CompressedTensorsW8A8Fp8(CompressedTensorsScheme):
         self.fp8_linear = init_fp8_linear_kernel()
 """,
     "model_executor/kernels/linear/scaled_mm/ScaledMMLinearKernel.py": """
+class ScaledMMLinearKernel(Generic[Config, Params], ABC):
+    def __init__(self, c, layer_param_names):
+        self.layer_param_names = layer_param_names
 class FP8ScaledMMLinearKernel(ScaledMMLinearKernel[Config, Params], ABC):
     def __init__(self, c):
         self.quant_fp8 = QuantFP8()

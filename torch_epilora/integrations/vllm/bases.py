@@ -11,10 +11,16 @@ _FORWARDS = {layer.forward for layer in (ColumnParallelLinear, ReplicatedLinear,
 """Of layers that only multiply: a subclass with a forward of its own computes something else."""
 
 
+_SCHEMES = "CompressedTensorsLinearMethod"
+_METHODS = (_SCHEMES, "Fp8LinearMethod", "Fp8PerTensorOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod")
+"""Quantizers that do no more than quantize activations and multiply; others, such as one that transforms them first,
+may have the same kernel."""
+
+
 def _kernel(layer: nn.Module) -> Any:
     """Find the object that quantizes activations and multiplies: of the layer's scheme, or of its quantizer."""
-    owner = getattr(layer, "scheme", None) or getattr(layer, "quant_method", None)
-    return getattr(owner, "fp8_linear", None)
+    method = layer.quant_method
+    return getattr(layer.scheme if type(method).__name__ == _SCHEMES else method, "fp8_linear", None)
 
 
 def fp8_refusal(layer: nn.Module) -> str | None:
@@ -30,9 +36,10 @@ def fp8_refusal(layer: nn.Module) -> str | None:
     str or None
         The reason, for the log.
     """
-    kernel = _kernel(layer)
+    method = type(layer.quant_method).__name__
+    kernel = _kernel(layer) if method in _METHODS else None
     if not isinstance(kernel, FP8ScaledMMLinearKernel):
-        return f"its base is no FP8 matrix with scales per tensor or channel ({type(layer.quant_method).__name__})"
+        return f"its base is no FP8 matrix with scales per tensor or channel ({method})"
     if type(kernel).apply_weights is not FP8ScaledMMLinearKernel.apply_weights:
         return f"{type(kernel).__name__} keeps its weights in a layout of its own"
     if type(layer).forward not in _FORWARDS:

@@ -127,6 +127,11 @@ ROWS: tuple[Row, ...] = (
         ("BaseLinearLayerWithLoRA", Class("BaseLayerWithLoRA"), "finding the LoRA linears of a model"),
         ("BaseLinearLayerWithLoRA.apply", _APPLY, "the plugin's override"),
         ("BaseLinearLayerWithLoRA._apply_sync", _APPLY, "vLLM's own path, for what the plugin leaves to it"),
+        (
+            "BaseLinearLayerWithLoRA._apply_lora_to_output",
+            Takes("(self, x, output)"),
+            "adding the adapters to a base that vLLM computes",
+        ),
         ("BaseLinearLayerWithLoRA._get_quant_method", Takes("(self)"), "finding a layer's base method"),
         (
             f"BaseLinearLayerWithLoRA.{_CREATE}",
@@ -173,8 +178,8 @@ ROWS: tuple[Row, ...] = (
     *_rows(
         "lora/punica_wrapper/punica_base.py",
         (
-            "PunicaWrapperBase.token_lora_indices",
-            Takes("@property (self)"),
+            "PunicaWrapperBase._token_lora_indices",
+            Set("__init__"),
             "the batch metadata of engines without a GPU",
         ),
     ),
@@ -251,6 +256,7 @@ ROWS: tuple[Row, ...] = (
     ),
     *_rows(
         f"{_SCALED_MM}/ScaledMMLinearKernel.py",
+        ("ScaledMMLinearKernel.layer_param_names", Set("__init__"), "finding codes and scales of a layer"),
         ("FP8ScaledMMLinearKernel.quant_fp8", Set("__init__"), "quantizing activations as vLLM does"),
         ("FP8ScaledMMLinearKernel.apply_weights", Calls("self.quant_fp8", 3), "quantizing activations as vLLM does"),
         (
