@@ -1,6 +1,6 @@
 """vLLM: a plugin under which its LoRA linear layers run through this library's operators (EpiLoRA section 3.2).
 
-``pip install torch-epilora[vllm]`` registers it; ``vllm serve MODEL --enable-lora`` then uses it. Nothing of vLLM is
+Installing the package registers it; ``vllm serve MODEL --enable-lora`` then uses it. Nothing of vLLM is
 imported before vLLM calls :func:`register`.
 """
 
