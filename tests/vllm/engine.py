@@ -14,13 +14,16 @@ likely tokens' ids to their log-probabilities); ``calls``, the plugin's counters
 are none; ``seconds``. Two workers need ``VLLM_CPU_OMP_THREADS_BIND`` in ``env``, such as "0|1": a core of each.
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 TOP = 20
@@ -45,26 +48,40 @@ ENGINE = {
 def run(mode: dict[str, Any], folder: Path, timeout: float = 300) -> dict[str, Any]:
     """Run a mode in a new process, with its log in the folder; raises with the log's end where that fails.
 
-    Engines of neighbouring folders share vLLM's cache: what it finds out about a model's class takes 7 seconds.
+    Engines of neighbouring folders share caches: what vLLM finds out about a model's class takes 7 seconds, a function
+    of its sampler that inductor compiles in every mode 6.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "mode.json", folder / "out.json"]
     paths[0].write_text(json.dumps(mode, default=str))
     # The interpreter of Triton's kernels, which the other tests need, is nothing for an engine.
     outer = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env = {**outer, "VLLM_CACHE_ROOT": str(folder.parent / "cache"), **ENV, **mode.get("env", {})}
+    caches = folder.parent / "cache"
+    ours = {"VLLM_CACHE_ROOT": str(caches / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), **ENV}
     command = [sys.executable, "-m", "tests.vllm.engine", *map(str, paths)]
-    with open(folder / "log.txt", "w") as log:
-        try:
-            code = subprocess.run(
-                command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"none after {timeout} s"
+    # vLLM leaves sockets behind, whose paths have to be short.
+    with tempfile.TemporaryDirectory(prefix="epilora-") as sockets, open(folder / "log.txt", "w") as log:
+        env = {**outer, **ours, "VLLM_RPC_BASE_PATH": sockets, **mode.get("env", {})}
+        code = _wait(command, env, log, timeout)
     if code != 0:
         tail = (folder / "log.txt").read_text(errors="replace")[-6000:]
         raise RuntimeError(f"engine: expected exit status 0, got {code}. The end of its log:\n{tail}")
     return json.loads(paths[1].read_text())
+
+
+def _wait(command: list[str], env: dict[str, str], log: IO[str], timeout: float) -> int | str:
+    """Exit status of a command, or that it has none; no process that it started outlives it."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return f"none after {timeout} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def answer(mode: dict[str, Any]) -> dict[str, Any]:
