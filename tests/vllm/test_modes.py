@@ -30,6 +30,12 @@ MODES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    """One folder for all: engines look into a model's code once."""
+    return tmp_path_factory.mktemp("modes")
+
+
 def run(name: str, mode: dict[str, Any], checkpoints, adapters, folder) -> dict[str, Any]:
     given = {key: mode[key] for key in ("engine", "env", "compile") if key in mode}
     requests = tiny.requests()
@@ -54,8 +60,8 @@ def check(result: dict[str, Any], mode: dict[str, Any], checkpoints, adapters) -
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_answers_and_operators(name, checkpoints, adapters, tmp_path):
-    check(run(name, MODES[name], checkpoints, adapters, tmp_path), MODES[name], checkpoints, adapters)
+def test_answers_and_operators(name, checkpoints, adapters, folder):
+    check(run(name, MODES[name], checkpoints, adapters, folder), MODES[name], checkpoints, adapters)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +73,8 @@ def test_answers_and_operators(name, checkpoints, adapters, tmp_path):
     ],
     ids=["variable", "engine", "not_among_vllms_plugins"],
 )
-def test_switched_off_it_is_plain_vllm(switch, checkpoints, adapters, tmp_path):
-    result = run("off", {"model": "fp8", **switch}, checkpoints, adapters, tmp_path)
+def test_switched_off_it_is_plain_vllm(switch, checkpoints, adapters, folder):
+    result = run("off", {"model": "fp8", **switch}, checkpoints, adapters, folder)
     assert result["calls"] == [{}]
     assert [len(answer["tokens"]) for answer in result["answers"]] == [8] * 8
 
