@@ -81,7 +81,19 @@ def test_rows_without_adapter_are_bitwise_the_base(path: str, m: int) -> None:
     assert not torch.equal(got[lora], base[lora])
 
 
-@pytest.mark.parametrize("unit", [1, 8])
+@pytest.mark.parametrize(("path", "m"), paths_at(16, 300))
+def test_another_tenants_rank_does_not_change_a_rows_bits(path: str, m: int) -> None:
+    """A rank that is no multiple of 8 sends the whole batch, or tile, through another loop."""
+    case = make_case(m, 1024, [512, 256], 64, 4, device="cuda", popularity="distinct", poison=False, rank_unit=8)
+    case.rank[:] = 16
+    want = case.run(path)
+    case.rank[:, 1] = 13
+    got = case.run(path)
+    others = [i for i, slot in enumerate(case.row_slots) if slot != 1]
+    assert torch.equal(got[others], want[others]) and not torch.equal(got, want)
+
+
+@pytest.mark.parametrize("unit", [1, 4, 8])
 @pytest.mark.parametrize(("path", "m"), paths_at(1, 8, 32, 33, 300))
 def test_what_lies_beyond_the_rank_changes_nothing(path: str, m: int, unit: int) -> None:
     clean = make_case(m, 1024, [512, 256], 64, 4, device="cuda", poison=False, rank_unit=unit)

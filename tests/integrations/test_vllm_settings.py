@@ -27,6 +27,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({MODE: "w8a16"}, {"epilora": {"mode": "w8a8"}}, Settings(True, "w8a8")),
         ({}, {"epilora": {"enabled": False}}, Settings(False, "w8a8")),
         ({VLLM: "off"}, {"epilora": {"enabled": True}}, Settings(False, "w8a8")),
+        ({VLLM: "off", MODE: "fp4"}, {"epilora": 3}, Settings(False, "w8a8")),
         ({}, object(), Settings(True, "w8a8")),
     ],
 )

@@ -278,7 +278,7 @@ def test_an_infinity_stays_one_past_a_smaller_rank(where: str, slots: int) -> No
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-@pytest.mark.parametrize(("first", "unit"), [(5, 1), (16, 8)])
+@pytest.mark.parametrize(("first", "unit"), [(5, 1), (20, 4), (16, 8)])
 def test_what_lies_beyond_the_rank_changes_nothing(slots: int, first: int, unit: int) -> None:
     clean = make_case(11, 272, [70, 33], 40, slots, poison=False, rank_unit=unit)
     poisoned = make_case(11, 272, [70, 33], 40, slots, rank_unit=unit)

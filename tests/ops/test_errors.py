@@ -348,6 +348,7 @@ EXPAND = [
     ("y_vector", Y[0], H, ValueError, r"y: expected a matrix \[M, K\], got shape \(192,\)"),
     ("y_dtype", Y.double(), H, TypeError, r"y: expected dtype .*got float64"),
     ("y_strides", columns_first(Y), H, ValueError, r"y: expected a contiguous last dimension"),
+    ("y_shared", Y[:1].expand(4, 192), H, ValueError, r"y: expected rows with memory of their own"),
     ("h_matrix", Y, H[:, 0], ValueError,
      r"h: expected a contiguous \[4, slices, rank\] from shrink, got shape \(4, 8\)"),
     ("h_rows", Y, H[:3], ValueError,
@@ -377,6 +378,7 @@ ADD = [
     ("y_rows", Y[:3], {}, ValueError, r"y: expected 4 rows, as x has, got 3"),
     ("y_dtype", Y.half(), {}, TypeError, r"y: expected dtype bfloat16, got float16"),
     ("y_width", Y[:, :100], {}, ValueError, r"b: expected slice widths that sum to the output width 100"),
+    ("y_shared", Y[:1].expand(4, 192), {}, ValueError, r"y: expected rows with memory of their own, got strides \(0,"),
     ("flag", Y, {"no_adapter": torch.tensor([0])}, TypeError, r"no_adapter: expected dtype bool, got int64"),
     ("two_flags", Y, {"no_adapter": torch.tensor([True, False])}, ValueError,
      r"no_adapter: expected one bool on the CPU"),
@@ -391,9 +393,11 @@ def test_lora_add_refuses(y: Tensor, changed: dict, error: type[Exception], mess
     refuses(EPILORA.lora_add_, (y, case.x, *adapters, *groups), error, message)
 
 
-def test_lora_add_has_no_gradient() -> None:
+@pytest.mark.parametrize("name", ["x", "scaling"])
+def test_lora_add_has_no_gradient(name: str) -> None:
     case = right()
-    arguments = (Y, case.x.requires_grad_(), case.a, case.b, case.b_bias, case.rank, case.scaling, *case.groups)
+    getattr(case, name).requires_grad_()
+    arguments = (Y, case.x, case.a, case.b, case.b_bias, case.rank, case.scaling, *case.groups)
     refuses(EPILORA.lora_add_, arguments, NotImplementedError, r"lora_add_ has no gradient")
 
 

@@ -102,7 +102,7 @@ def test_rows_without_adapter_are_bitwise_the_base() -> None:
     assert bare and torch.equal(fused(case)[bare], base[bare])
 
 
-@pytest.mark.parametrize(("r", "unit"), [(12, 1), (24, 8)])
+@pytest.mark.parametrize(("r", "unit"), [(12, 1), (20, 4), (24, 8)])
 def test_expand_after_shrink(r: int, unit: int) -> None:
     from torch_epilora.ops.triton.expand import expand_add
     from torch_epilora.ops.triton.shrink import shrink

@@ -76,7 +76,7 @@ def test_a_tile_of_many_adapters() -> None:
     assert sqnr(run(case), oracle(case)) > 48
 
 
-@pytest.mark.parametrize("unit", [1, 8])
+@pytest.mark.parametrize("unit", [1, 4, 8])
 def test_what_lies_beyond_a_rank_changes_nothing(unit: int) -> None:
     poisoned = make_case(40, 128, [48, 32], 40, 5, rank_unit=unit)
     clean = make_case(40, 128, [48, 32], 40, 5, rank_unit=unit, poison=False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear
 
 from torch_epilora.integrations.vllm import layers
 from torch_epilora.integrations.vllm.bases import codes, fp8_refusal, weights
@@ -119,9 +119,39 @@ def test_fully_sharded_adapters_and_many_slices_are_left_to_vllm():
     sharded, layer = SimpleNamespace(fully_sharded_loras=True), base()
     assert layers.refusal(layer, sharded) is None
     layer.tp_size = 2
-    assert "communicates" in layers.refusal(layer, sharded)
+    assert layers.refusal(layer, sharded) is None  # replicated
+    column = base(kind=ColumnParallelLinear)
+    column.tp_size = 2
+    assert "communicates" in layers.refusal(column, sharded)
     layer.tp_size, layer.output_sizes = 1, [8] * 17
     assert layers.refusal(layer, sharded) == "17 slices are more than 16"
+
+
+@pytest.mark.parametrize(
+    ("platform", "why"),
+    [
+        ({"is_cuda": True, "capability": (8, 0)}, "compute capability 8.0 has no FP8 tensor cores"),
+        ({"is_cuda": True, "capability": (9, 0)}, None),
+        ({"is_cuda": False, "capability": None}, "another: the kernels are for CUDA"),
+    ],
+)
+def test_hardware_that_the_kernels_are_not_for_is_left_to_vllm(monkeypatch, platform, why):
+    fake = SimpleNamespace(
+        is_cuda=lambda: platform["is_cuda"], is_cpu=lambda: False, device_name="another",
+        get_device_capability=lambda: platform["capability"],
+    )  # fmt: skip
+    monkeypatch.setattr("vllm.platforms.current_platform", fake)
+    found = layers.refusal(base(), SimpleNamespace(fully_sharded_loras=False))
+    assert found is None if why is None else why in found
+
+
+def test_a_gates_fp32_output_is_left_to_vllm():
+    class Original:
+        def _apply_lora_to_output(self, x, output):
+            return "vllm's"
+
+    ours = type("Ours", (AfterTheBase, Original), {})()
+    assert ours._apply_lora_to_output(torch.zeros(1, 4).bfloat16(), torch.zeros(1, 4)) == "vllm's"
 
 
 def test_ours_stand_before_those_that_they_stand_for():

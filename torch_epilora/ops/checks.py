@@ -59,7 +59,7 @@ def _device(name: str, t: Tensor, like: Tensor) -> None:
 
 
 def _inner_contiguous(name: str, t: Tensor) -> None:
-    if t.numel() and t.shape[-1] > 1 and t.stride(-1) != 1:
+    if t.shape[-1] > 1 and t.stride(-1) != 1 and t.numel():
         raise _fail(name, "a contiguous last dimension", f"strides {tuple(t.stride())}", "Call .contiguous() on it.")
 
 
@@ -380,6 +380,12 @@ def check_shrink(
     return r
 
 
+def _check_target(y: Tensor) -> None:
+    check_matrix("y", y)
+    if y.shape[0] > 1 and y.stride(0) < y.shape[1]:
+        raise _fail("y", "rows with memory of their own", f"strides {tuple(y.stride())}", "Call .clone() on it.")
+
+
 def check_expand(
     y: Tensor,
     h: Tensor,
@@ -393,7 +399,7 @@ def check_expand(
     starts: Tensor,
 ) -> None:
     """Raise unless the arguments of ``expand_add_`` fit together."""
-    check_matrix("y", y)
+    _check_target(y)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (y, h, *b, *b_bias)):
         raise NotImplementedError(
             "y, h, b, b_bias: expand_add_ has no gradient, and one of them requires it. Call it under torch.no_grad(), "
@@ -428,15 +434,16 @@ def check_add(
 ) -> None:
     """Raise unless the arguments of ``lora_add_`` fit together."""
     r = check_shrink(x, a, rank, scaling, sorted_tokens, ids, counts, starts)
-    check_matrix("y", y)
+    _check_target(y)
     _dtype("y", y, (x.dtype,))
     _device("y", y, x)
     if y.shape[0] != x.shape[0]:
         raise _fail("y", f"{x.shape[0]} rows, as x has", f"{y.shape[0]}")
     check_b(y, b, b_bias, len(a), a[0].shape[0], r, y.shape[1])
     _check_flag(no_adapter)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (y, x, *a, *b, *b_bias)):
+    given = (y, x, *a, *b, *b_bias, *(() if scaling is None else (scaling,)))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise NotImplementedError(
-            "y, x, a, b, b_bias: lora_add_ has no gradient, and one of them requires it. Call it under "
+            "y, x, a, b, b_bias, scaling: lora_add_ has no gradient, and one of them requires it. Call it under "
             "torch.no_grad(), or use lora_linear, which has one."
         )

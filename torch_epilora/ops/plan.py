@@ -205,7 +205,7 @@ def shared_bytes(config: Tiles, problem: Problem) -> int:
     if isinstance(config, Shrink):
         return (config.block_m + config.block_r) * config.block_k * full * config.num_stages
     tiles = (config.block_r + config.block_m) * config.block_n * full * config.num_stages
-    return max(tiles, config.block_m * config.block_n * 4)
+    return max(tiles + config.block_m * config.block_r * full, config.block_m * config.block_n * 4)
 
 
 def refusal(config: Tiles, problem: Problem) -> str | None:
@@ -438,6 +438,7 @@ def _decode(p: Problem) -> Decode:
     if one_wave and not many and not large:  # quantizer, shrink and GEMM at once on the GPU, where they can
         room = MULTIPROCESSORS - programs - tiles * split
         part = next((size for size in (1024, 2048) if p.m * cdiv(p.k, size) <= room), 4096)
+    odd = many and p.m > 16 and p.rank > 64 and p.rank % 16 != 0  # rows of B that are cut short take registers too
     whole = large and not many  # one adapter's A is read once, not once for each 16 rows
     # measured: in long projections of 1 and of 17 to 32 tokens the next call's blocks are in this one's way
     overlap = one_wave and not (long and (p.m == 1 or 16 < p.m <= 32)) if p.rank else not large
@@ -450,7 +451,7 @@ def _decode(p: Problem) -> Decode:
         ahead=1024 if one_wave and 1024 <= p.k <= 8192 else 512 if long and p.m <= 16 else 0, early=2,
         overlap=overlap and not many,
         # or 64 columns spill registers; where four warps hold many adapters, eight take 1.1 to 1.6 times as long
-        num_warps=8 if large and (many or p.rank > 64 or p.layout == "block") else 4,
+        num_warps=8 if (large and (many or p.rank > 64 or p.layout == "block")) or odd else 4,
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def fp8_refusal(layer: nn.Module) -> str | None:
 def weights(layer: nn.Module) -> tuple[Tensor, Tensor]:
     """Codes [N, K] and scale of a layer that is not refused; read anew at each call, since reloads replace them."""
     weight, scale = (getattr(layer, name) for name in _kernel(layer).layer_param_names[:2])
-    return weight.t(), scale if scale.dim() else scale.reshape(1)
+    return weight.t(), scale.reshape(-1)
 
 
 def codes(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,6 +70,6 @@ def codes(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     kernel, m = _kernel(layer), x.shape[0]
     static, bound = (getattr(layer, name, None) for name in kernel.layer_param_names[2:])
     made, scale = kernel.quant_fp8(x, static, bound)
-    if scale.numel() == 1:
+    if scale.dim() < 2:  # one of all rows
         return made[:m], scale.reshape(1, 1).expand(m, 1).contiguous()
     return made[:m], scale[:m]  # some kernels have rows added

@@ -13,9 +13,11 @@ from vllm.lora.layers import (
     RowParallelLinearWithLoRA,
 )
 from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearVariableSliceWithLoRA
+from vllm.model_executor.layers.linear import ReplicatedLinear
 
 from torch_epilora.integrations.vllm.bases import codes, fp8_refusal, weights
 from torch_epilora.ops.checks import MAX_SLICES
+from torch_epilora.ops.plan import unsupported
 
 OURS = (
     ColumnParallelLinearWithLoRA, MergedColumnParallelLinearWithLoRA, QKVParallelLinearWithLoRA,
@@ -81,6 +83,8 @@ class AfterTheBase(Rows):
     served_by = ADDED
 
     def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor:
+        if output.dtype != x.dtype:  # a gate that gives fp32
+            return super()._apply_lora_to_output(x, output)  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
         y = output.view(-1, output.shape[-1])
         torch.ops.epilora.lora_add_(y, rows, *self._adapters(), *self._groups(rows.shape[0]))
@@ -90,7 +94,14 @@ class AfterTheBase(Rows):
 def refusal(layer: nn.Module, lora_config: Any) -> str | None:
     """Say why vLLM's own kernels stay with a layer, or None."""
     from vllm import envs
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cuda():
+        why = unsupported(tuple(current_platform.get_device_capability()[:2]))
+        if why is not None:
+            return why
+    elif not current_platform.is_cpu():
+        return f"{current_platform.device_name}: the kernels are for CUDA"
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT: our plans differ by the number of tokens"
     if envs.VLLM_LORA_ENABLE_DUAL_STREAM:
@@ -98,7 +109,8 @@ def refusal(layer: nn.Module, lora_config: Any) -> str | None:
     slices = len(getattr(layer, "output_sizes", ())) or 1
     if slices > MAX_SLICES:
         return f"{slices} slices are more than {MAX_SLICES}"
-    if lora_config.fully_sharded_loras and getattr(layer, "tp_size", 1) > 1:
+    whole = isinstance(layer, ReplicatedLinear) or getattr(layer, "tp_size", 1) == 1
+    if lora_config.fully_sharded_loras and not whole:
         return "fully sharded adapters: vLLM communicates between shrink and expand"
     return None
 

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -15,59 +16,62 @@ from torch_epilora.ops.schemas import SCHEMAS
 
 logger = logging.getLogger("vllm.torch_epilora")  # below vLLM's own, which decides what is shown
 
-SALT = "torch_epilora"
-"""Key of ``additional_config``, which is a part of what vLLM's compiled graphs are kept by."""
-
 
 def install() -> None:
-    """Wrap vLLM's ``load_lora_model``, which every runner calls between loading weights and compiling; once.
+    """Wrap what builds vLLM's LoRA layers, and what its compiled graphs are kept by; once.
 
-    A vLLM that lacks what this relies on stays as it is, and the log says what it lacks.
+    Every runner calls ``load_lora_model`` between loading weights and compiling. A vLLM that lacks what this relies on
+    stays as it is, and the log says what it lacks.
     """
     try:
+        from vllm.config import VllmConfig
         from vllm.lora.utils import _all_lora_classes  # noqa: F401
         from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
         from torch_epilora.integrations.vllm import layers  # noqa: F401
-    except ImportError as error:
+
+        original, hash_of = LoRAModelRunnerMixin.load_lora_model, VllmConfig.compute_hash
+    except (ImportError, AttributeError) as error:
         logger.warning(
             "torch-epilora does not know this vLLM, whose own adapter kernels are used: %s. "
             "python -m torch_epilora.integrations.vllm.surface says what else differs.", error,
         )  # fmt: skip
         return
-    original = LoRAModelRunnerMixin.load_lora_model
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, _MARK):
         return
 
     @wraps(original)
     def load_lora_model(self: Any, model: nn.Module, vllm_config: Any, device: torch.device) -> nn.Module:
-        settings = read_settings(vllm_config.additional_config)
-        if not settings.enabled:
-            return original(self, model, vllm_config, device)
-        return build(lambda: original(self, model, vllm_config, device), vllm_config, settings)
+        return build(lambda: original(self, model, vllm_config, device), vllm_config)
 
-    LoRAModelRunnerMixin.load_lora_model = load_lora_model
+    @wraps(hash_of)
+    def compute_hash(self: Any, *args: Any, **more: Any) -> str:
+        # not an entry of additional_config: vLLM compiles parts of a model under copies of its configuration
+        whole, settings = hash_of(self, *args, **more), read_settings(self.additional_config)
+        if self.lora_config is None or not settings.enabled:
+            return whole
+        return hashlib.sha256(f"{whole}{salt(settings)}".encode()).hexdigest()[: len(whole)]
+
+    setattr(load_lora_model, _MARK, True)
+    LoRAModelRunnerMixin.load_lora_model, VllmConfig.compute_hash = load_lora_model, compute_hash
 
 
-def build(load: Any, vllm_config: Any, settings: Settings) -> nn.Module:
-    """Have vLLM build its LoRA layers with our classes among those it chooses from.
+_MARK = "_epilora"
 
-    Raises
-    ------
-    TypeError
-        If the engine's ``additional_config`` is no dict: compiled graphs of a vLLM without the plugin could be taken
-        for this one's, and run without it.
-    """
+
+def build(load: Callable[[], nn.Module], vllm_config: Any) -> nn.Module:
+    """Have vLLM build its LoRA layers with our classes among those it chooses from."""
     from vllm.lora import utils
 
     from torch_epilora.integrations.vllm.layers import classes
 
-    if not isinstance(vllm_config.additional_config, dict):
-        got = type(vllm_config.additional_config).__name__
-        raise TypeError(
-            f"additional_config: expected a dict, got {got}. Set EPILORA_VLLM=off to run without torch-epilora."
-        )
-    vllm_config.additional_config[SALT] = salt(settings)
+    settings = read_settings(vllm_config.additional_config)
+    if not settings.enabled:
+        return load()
+    shapes = getattr(vllm_config.compilation_config, "dynamic_shapes_config", None)
+    if getattr(getattr(shapes, "type", None), "value", None) == "unbacked":
+        logger.warning("Unbacked dynamic shapes: vLLM's own adapter kernels are used, ours compare numbers of rows.")
+        return load()
     refused: dict[tuple[str, str], None] = {}
     originals = utils._all_lora_classes
     utils._all_lora_classes = classes(originals, settings.mode, lambda *why: refused.setdefault(why))

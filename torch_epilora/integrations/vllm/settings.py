@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch_epilora.ops.checks import COMPUTES
-
 VLLM, MODE = "EPILORA_VLLM", "EPILORA_VLLM_MODE"
 KEY = "epilora"
 """Of ``additional_config``: a dict with any of ``enabled`` and ``mode``."""
 _SWITCH = {"on": True, "off": False}
+_MODES = ("w8a8", "w8a16")
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ def read_settings(additional: Any) -> Settings:
     switch, mode = os.environ.get(VLLM) or "on", os.environ.get(MODE) or "w8a8"
     if switch not in _SWITCH:
         raise ValueError(f"{VLLM}: expected one of {', '.join(_SWITCH)}, got {switch!r}.")
+    if not _SWITCH[switch]:
+        return Settings(enabled=False)
     _check_mode(MODE, mode)
     engine = additional.get(KEY, {}) if isinstance(additional, Mapping) else {}
     if not isinstance(engine, Mapping):
@@ -55,9 +56,9 @@ def read_settings(additional: Any) -> Settings:
         raise TypeError(f"additional_config[{KEY!r}]['enabled']: expected true or false, got {enabled!r}.")
     chosen = engine.get("mode", mode)
     _check_mode(f"additional_config[{KEY!r}]['mode']", chosen)
-    return Settings(_SWITCH[switch] and enabled, chosen)
+    return Settings(enabled, chosen)
 
 
 def _check_mode(name: str, value: Any) -> None:
-    if value not in COMPUTES:
-        raise ValueError(f"{name}: expected one of {', '.join(COMPUTES)}, got {value!r}.")
+    if value not in _MODES:
+        raise ValueError(f"{name}: expected one of {', '.join(_MODES)}, got {value!r}.")

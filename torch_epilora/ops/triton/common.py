@@ -25,9 +25,9 @@ def row_tile(
 ):  # fmt: skip
     """Find the tile-th tile of BM rows: (group, slot, first position among the sorted rows, its group's end).
 
-    Tiles never span two groups and cover only groups with an adapter; group -1 is past the end. Each program scans the
-    counts itself, so no work list is written to memory and a CUDA graph's fixed grid follows whatever the counts say at
-    replay.
+    Tiles never span two groups and cover only groups with an adapter; group -1, of slot 0, is past the end. Each
+    program scans the counts itself, so no work list is written to memory and a CUDA graph's fixed grid follows whatever
+    the counts say at replay.
     """
     g = tl.arange(0, GROUPS)
     ids = tl.load(ids_ptr + g, mask=g < num_groups, other=-1)

@@ -87,7 +87,7 @@ def first_of(ids, counts, starts, ranks, active, GROUPS: tl.constexpr):
 
 @triton.jit
 def one_turn(row, start, stop, BM: tl.constexpr):
-    """Each row's turn as above, if only positions from ``start`` to ``stop`` have one: less to find than for many."""
+    """Each row's turn, 0 or -1, if only positions from ``start`` to ``stop`` have one: less to find than for many."""
     place = tl.arange(0, BM)
     inside = (place >= start) & (place < stop)
     return tl.max(tl.where((row[:, None] == place[None, :]) & inside[:, None], 0, -1), 0)
@@ -95,7 +95,7 @@ def one_turn(row, start, stop, BM: tl.constexpr):
 
 @triton.jit
 def load_b(slot, rank, b_ptrs, slice_index, within, there, r, R, stride_bls, stride_bn, HAS_RANK: tl.constexpr):
-    """Read columns ``within`` of B, each of its own slot, up to its rank, [columns, BR]: in whole 16 bytes."""
+    """Read columns ``within`` of B, each of its own slot, up to its rank in steps of 8, [columns, BR]."""
     rows = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
     rows += within.to(tl.int64) * stride_bn
     there = there[:, None] & (r < R)[None, :]
@@ -111,7 +111,7 @@ def update(
 ):  # fmt: skip
     """B h, an up-projection of all rows, and its bias; slot and rank for each row of B.
 
-    SELECT: of the last 8 columns that were read some lie beyond the rank.
+    SELECT: of the last 8 columns that were read some may lie beyond the rank.
     """
     if SELECT:
         b = tl.where(r[None, :] < rank[:, None], b, 0.0)

@@ -28,7 +28,7 @@ from torch_epilora.ops.triton.sync import prefetch
 
 @triton.jit
 def load_b(b_ptr, n, n_valid, r, rank, R, stride_bn, SELECT: tl.constexpr, HAS_RANK: tl.constexpr):
-    """Read B^T [BR, BN] up to its rank, in whole 16 bytes; SELECT drops those of the last ones that lie beyond it."""
+    """Read B^T [BR, BN] up to its rank in steps of 8; SELECT drops those of the last 8 that lie beyond it."""
     there = r < R
     if HAS_RANK:
         there = there & (r < tl.cdiv(rank, 8) * 8)
@@ -41,10 +41,10 @@ def load_b(b_ptr, n, n_valid, r, rank, R, stride_bn, SELECT: tl.constexpr, HAS_R
 
 
 @triton.jit
-def ask_for_rows(b_ptr, n, width, rank, stride_bn):
-    """Ask for rows n of B up to its rank, in the whole 16 bytes that can be asked for: none past their end."""
+def ask_for_rows(b_ptr, n, width, ranks, stride_bn):
+    """Ask for so many ranks of rows n of B, in the whole 16 bytes that can be asked for: none past their end."""
     first = (b_ptr + n.to(tl.int64) * stride_bn).to(tl.int64)
-    end = first + rank * (b_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    end = first + ranks * (b_ptr.dtype.element_ty.primitive_bitwidth // 8)
     first, end = first & -16, end & -16
     prefetch(first, tl.where(n < width, end - first, 0).to(tl.int32))
 
@@ -107,7 +107,8 @@ def expand_kernel(
     rank = tl.where(group >= 0, slot_rank(rank_ptr, rank_stride, slice_index, slot, R, HAS_RANK), 0)
     if EARLY:
         if rank > 0:
-            ask_for_rows(b_ptr, begin + tl.arange(0, BN), tl.minimum(begin + RUN, width), rank, stride_bn)
+            read = tl.minimum(tl.cdiv(rank, 8) * 8, R)
+            ask_for_rows(b_ptr, begin + tl.arange(0, BN), tl.minimum(begin + RUN, width), read, stride_bn)
         gdc_wait()
     if rank <= 0:
         return

@@ -114,7 +114,7 @@ def linear_kernel(
                 b_ptr = pick(b_ptrs, slice_index) + slot.to(tl.int64) * pick(stride_bls, slice_index)
                 total = acc
                 for r0 in tl.range(0, rank, BR, num_stages=1):
-                    # as in the expand: loads stop at R, a select drops what lies beyond the rank
+                    # loads stop at R, whose divisibility is known; a select drops what lies beyond the rank
                     r = r0 + tl.arange(0, BR)
                     b = tl.load(
                         b_ptr + within[:, None].to(tl.int64) * stride_bn + r[None, :],

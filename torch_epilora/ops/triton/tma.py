@@ -30,7 +30,7 @@ def add_adapters(
 ):  # fmt: skip
     """Add each row's own up-projection, one group's after the other, BR ranks at a time.
 
-    B is read up to its rank in whole 16 bytes. SELECT: some of the last ones lie beyond a rank.
+    B is read up to its rank in steps of 8. SELECT: some of the last 8 may lie beyond a rank.
     """
     r = tl.arange(0, BR)
     chunks = tl.cdiv(R, BR)

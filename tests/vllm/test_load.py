@@ -1,0 +1,108 @@
+"""What the plugin changes of vLLM, and when it does not."""
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.lora import utils
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+from torch_epilora.integrations.vllm import load
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin, for one test, on a vLLM without it."""
+    originals = {
+        LoRAModelRunnerMixin: ("load_lora_model", lambda self, *_: utils._all_lora_classes),
+        VllmConfig: ("compute_hash", lambda self, **_: "0123456789"),
+    }
+    for owner, (name, function) in originals.items():
+        monkeypatch.setattr(owner, name, function)
+    monkeypatch.setattr(load, "report", lambda *_: None)
+    load.install()
+
+
+def config(**changed: object) -> SimpleNamespace:
+    shapes = SimpleNamespace(type=SimpleNamespace(value="backed"))
+    made = {
+        "additional_config": {},
+        "lora_config": object(),
+        "compilation_config": SimpleNamespace(dynamic_shapes_config=shapes),
+    }
+    return SimpleNamespace(**{**made, **changed})
+
+
+def test_layers_are_built_with_our_classes_and_vllms_list_is_as_before(installed):
+    before = utils._all_lora_classes
+    seen = LoRAModelRunnerMixin.load_lora_model(None, None, config(), None)
+    assert utils._all_lora_classes is before and len(seen) == len(before) + 2 * len(load_classes())
+    off = config(additional_config={"epilora": {"enabled": False}})
+    assert LoRAModelRunnerMixin.load_lora_model(None, None, off, None) is before
+
+
+def load_classes() -> tuple[type, ...]:
+    from torch_epilora.integrations.vllm.layers import OURS
+
+    return OURS
+
+
+def test_an_error_in_loading_leaves_vllms_list_as_it_was(installed, monkeypatch):
+    before = utils._all_lora_classes
+
+    def fails():
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        load.build(fails, config())
+    assert utils._all_lora_classes is before
+
+
+def test_it_is_installed_once_even_under_another_wrapper(installed):
+    wrapped = LoRAModelRunnerMixin.load_lora_model
+    load.install()
+    assert LoRAModelRunnerMixin.load_lora_model is wrapped
+
+
+def test_another_plugins_wrapper_is_not_taken_for_ours(monkeypatch):
+    def other(self, *_):
+        return None
+
+    other.__wrapped__ = other
+    monkeypatch.setattr(LoRAModelRunnerMixin, "load_lora_model", other)
+    monkeypatch.setattr(VllmConfig, "compute_hash", VllmConfig.compute_hash)
+    load.install()
+    assert LoRAModelRunnerMixin.load_lora_model is not other
+
+
+def test_unbacked_shapes_are_left_to_vllm(installed, caplog):
+    shapes = SimpleNamespace(dynamic_shapes_config=SimpleNamespace(type=SimpleNamespace(value="unbacked")))
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.WARNING):
+        seen = LoRAModelRunnerMixin.load_lora_model(None, None, config(compilation_config=shapes), None)
+    assert seen is utils._all_lora_classes and "Unbacked dynamic shapes" in caplog.text
+
+
+def test_a_vllm_without_a_name_stays_as_it_is(monkeypatch, caplog):
+    monkeypatch.delattr(LoRAModelRunnerMixin, "load_lora_model")
+    before = VllmConfig.compute_hash
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.WARNING):
+        load.install()
+    assert VllmConfig.compute_hash is before and "load_lora_model" in caplog.text
+
+
+def test_the_hash_of_every_copy_of_a_configuration_says_what_is_traced(installed, monkeypatch):
+    plain, salted = "0123456789", VllmConfig.compute_hash
+    monkeypatch.setenv("EPILORA_VLLM_MODE", "w8a8")
+    found = salted(config())
+    assert found != plain and len(found) == len(plain) and found == salted(config(additional_config=object()))
+    assert salted(config(additional_config={"epilora": {"mode": "w8a16"}})) not in (plain, found)
+    monkeypatch.setenv("EPILORA_VLLM_MODE", "w8a16")
+    assert salted(config()) == salted(config(additional_config={"epilora": {"mode": "w8a16"}})) != found
+    assert salted(config(lora_config=None)) == plain
+    assert salted(config(additional_config={"epilora": {"enabled": False}})) == plain
+    settings = load.Settings()
+    assert load.salt(settings) != load.salt(replace(settings, mode="w8a16"))
