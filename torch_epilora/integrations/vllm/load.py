@@ -16,6 +16,8 @@ from torch_epilora.ops.schemas import SCHEMAS
 
 logger = logging.getLogger("vllm.torch_epilora")  # below vLLM's own, which decides what is shown
 
+_MARK = "_epilora"
+
 
 def install() -> None:
     """Wrap what builds vLLM's LoRA layers, and what its compiled graphs are kept by; once.
@@ -54,9 +56,6 @@ def install() -> None:
 
     setattr(load_lora_model, _MARK, True)
     LoRAModelRunnerMixin.load_lora_model, VllmConfig.compute_hash = load_lora_model, compute_hash
-
-
-_MARK = "_epilora"
 
 
 def build(load: Callable[[], nn.Module], vllm_config: Any) -> nn.Module:

@@ -211,7 +211,7 @@ ROWS: tuple[Row, ...] = (
         "config/vllm.py",
         ("VllmConfig.lora_config", Field(), "reaching the LoRA settings"),
         ("VllmConfig.compilation_config", Field(), "reaching the compilation settings"),
-        ("VllmConfig.additional_config", Field(), "keeping compiled code apart from that without the plugin"),
+        ("VllmConfig.additional_config", Field(), "the switches of one engine"),
         (
             "VllmConfig.compute_hash",
             Reads("self.additional_config"),
