@@ -1,5 +1,7 @@
 """The kernels in Triton's interpreter against fp64 and against the contract's bitwise promises."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -123,6 +125,25 @@ def test_expand_after_shrink(r: int, unit: int) -> None:
         assert sqnr(y, expected) > 45
         bare = [i for i, slot in enumerate(case.row_slots) if slot < 0]
         assert torch.equal(y[bare], before[bare])
+
+
+def test_adapters_are_added_to_what_another_base_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA runs for ``lora_add_``, with tiles that the interpreter is quick with."""
+    from torch_epilora.ops import dispatch
+
+    tiles = {"shrink": Shrink(16, 16, 64, 2, 4, 1), "expand": Expand(16, 32, 16, 1, 4, 1)}
+    make_plan = dispatch.make_plan
+    monkeypatch.setattr(dispatch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "make_plan", lambda problem: replace(make_plan(problem), **tiles))
+    case = make_case(11, 256, [48, 20], 20, 3, b_bias=True)
+    arguments = (case.x, case.a, case.b, case.b_bias, case.rank, case.scaling, *case.groups[:4])
+    y = torch.randn(11, 68).to(torch.bfloat16)
+    want, idle, before = y.clone(), y.clone(), y.clone()
+    reference.lora_add_(want, *arguments, torch.tensor([False]))
+    dispatch._cuda_add(y, *arguments, torch.tensor([False]))
+    assert sqnr(y, want) > 45 and not torch.equal(y, before)
+    dispatch._cuda_add(idle, *arguments, torch.tensor([True]))
+    assert torch.equal(idle, before)
 
 
 @pytest.mark.parametrize("mode", ["token", "group", "static"])

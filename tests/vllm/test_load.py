@@ -10,6 +10,7 @@ from vllm.lora import utils
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from torch_epilora.integrations.vllm import load
+from torch_epilora.integrations.vllm.layers import OURS
 
 
 @pytest.fixture
@@ -38,15 +39,9 @@ def config(**changed: object) -> SimpleNamespace:
 def test_layers_are_built_with_our_classes_and_vllms_list_is_as_before(installed):
     before = utils._all_lora_classes
     seen = LoRAModelRunnerMixin.load_lora_model(None, None, config(), None)
-    assert utils._all_lora_classes is before and len(seen) == len(before) + 2 * len(load_classes())
+    assert utils._all_lora_classes is before and len(seen) == len(before) + 2 * len(OURS)
     off = config(additional_config={"epilora": {"enabled": False}})
     assert LoRAModelRunnerMixin.load_lora_model(None, None, off, None) is before
-
-
-def load_classes() -> tuple[type, ...]:
-    from torch_epilora.integrations.vllm.layers import OURS
-
-    return OURS
 
 
 def test_an_error_in_loading_leaves_vllms_list_as_it_was(installed, monkeypatch):
@@ -77,21 +72,25 @@ def test_another_plugins_wrapper_is_not_taken_for_ours(monkeypatch):
     assert LoRAModelRunnerMixin.load_lora_model is not other
 
 
-def test_unbacked_shapes_are_left_to_vllm(installed, caplog):
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What vLLM's logger says, which it keeps from pytest."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def test_unbacked_shapes_are_left_to_vllm(installed, log):
     shapes = SimpleNamespace(dynamic_shapes_config=SimpleNamespace(type=SimpleNamespace(value="unbacked")))
-    logging.getLogger("vllm").propagate = True
-    with caplog.at_level(logging.WARNING):
-        seen = LoRAModelRunnerMixin.load_lora_model(None, None, config(compilation_config=shapes), None)
-    assert seen is utils._all_lora_classes and "Unbacked dynamic shapes" in caplog.text
+    seen = LoRAModelRunnerMixin.load_lora_model(None, None, config(compilation_config=shapes), None)
+    assert seen is utils._all_lora_classes and "Unbacked dynamic shapes" in log.text
 
 
-def test_a_vllm_without_a_name_stays_as_it_is(monkeypatch, caplog):
+def test_a_vllm_without_a_name_stays_as_it_is(monkeypatch, log):
     monkeypatch.delattr(LoRAModelRunnerMixin, "load_lora_model")
     before = VllmConfig.compute_hash
-    logging.getLogger("vllm").propagate = True
-    with caplog.at_level(logging.WARNING):
-        load.install()
-    assert VllmConfig.compute_hash is before and "load_lora_model" in caplog.text
+    load.install()
+    assert VllmConfig.compute_hash is before and "load_lora_model" in log.text
 
 
 def test_the_hash_of_every_copy_of_a_configuration_says_what_is_traced(installed, monkeypatch):

@@ -418,29 +418,39 @@ def check_expand(
     check_groups(y, sorted_tokens, ids, counts, starts)
 
 
-def check_add(
-    y: Tensor,
-    x: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    b_bias: list[Tensor],
-    rank: Tensor | None,
-    scaling: Tensor | None,
-    sorted_tokens: Tensor,
-    ids: Tensor,
-    counts: Tensor,
-    starts: Tensor,
-    no_adapter: Tensor,
-) -> None:
+class Add(NamedTuple):
+    """The arguments of ``lora_add_`` in the schema's order."""
+
+    y: Tensor
+    x: Tensor
+    a: list[Tensor]
+    b: list[Tensor]
+    b_bias: list[Tensor]
+    rank: Tensor | None
+    scaling: Tensor | None
+    sorted_tokens: Tensor
+    ids: Tensor
+    counts: Tensor
+    starts: Tensor
+    no_adapter: Tensor
+
+    @property
+    def groups(self) -> Groups:
+        """Which row uses which slot."""
+        return Groups(self.sorted_tokens, self.ids, self.counts, self.starts, self.no_adapter)
+
+
+def check_add(add: Add) -> None:
     """Raise unless the arguments of ``lora_add_`` fit together."""
-    r = check_shrink(x, a, rank, scaling, sorted_tokens, ids, counts, starts)
+    y, x, a, b, b_bias, scaling = add.y, add.x, add.a, add.b, add.b_bias, add.scaling
+    r = check_shrink(x, a, add.rank, scaling, *add.groups[:4])
     _check_target(y)
     _dtype("y", y, (x.dtype,))
     _device("y", y, x)
     if y.shape[0] != x.shape[0]:
         raise _fail("y", f"{x.shape[0]} rows, as x has", f"{y.shape[0]}")
     check_b(y, b, b_bias, len(a), a[0].shape[0], r, y.shape[1])
-    _check_flag(no_adapter)
+    _check_flag(add.no_adapter)
     given = (y, x, *a, *b, *b_bias, *(() if scaling is None else (scaling,)))
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise NotImplementedError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_epilora.ops import checks, reference
-from torch_epilora.ops.checks import Call, Groups, On
+from torch_epilora.ops.checks import Add, Call, Groups, On
 from torch_epilora.ops.choice import choose, generation
 from torch_epilora.ops.memory import like, remember
 from torch_epilora.ops.plan import Plan, Problem, make_plan, refusal, through, unsupported
@@ -485,36 +485,21 @@ def _cuda_expand(
     expand_add(y, h, b, b_bias, rank, scaling, groups, plan.expand)
 
 
-def _cuda_add(
-    y: Tensor,
-    x: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    b_bias: list[Tensor],
-    rank: Tensor | None,
-    scaling: Tensor | None,
-    sorted_tokens: Tensor,
-    ids: Tensor,
-    counts: Tensor,
-    starts: Tensor,
-    no_adapter: Tensor,
-) -> None:
-    checks.check_add(y, x, a, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts, no_adapter)
-    if no_adapter.item() or y.numel() == 0:  # nothing is launched, so nothing of it is in a graph of the bare base
-        return
-    (m, k), capability = x.shape, _capability(x.device)
+def _cuda_add(*arguments) -> None:
+    add = Add(*arguments)
+    checks.check_add(add)
+    if add.no_adapter.item() or add.y.numel() == 0:
+        return  # nothing is launched, so nothing of it is in a graph of the bare base
+    (m, k), n, capability = add.x.shape, add.y.shape[1], _capability(add.x.device)
     if unsupported(capability) or k == 0:
-        reference.lora_add_(y, x, a, b, b_bias, rank, scaling, sorted_tokens, ids, counts, starts, no_adapter)
-        return
+        return reference.lora_add_(*arguments)
     from torch_epilora.ops.triton.expand import expand_add
     from torch_epilora.ops.triton.shrink import shrink
 
-    groups = Groups(sorted_tokens, ids, counts, starts, no_adapter)
-    plan = make_plan(
-        Problem(m, y.shape[1], k, a[0].shape[1], len(a), ids.shape[0], dtype=x.dtype, capability=capability)
-    )
-    h = shrink(x, a, rank, scaling, groups, plan.shrink)
-    expand_add(y, h, b, b_bias, rank, scaling, groups, plan.expand)
+    rank, slices, dtype = add.a[0].shape[1], len(add.a), add.x.dtype
+    plan = make_plan(Problem(m, n, k, rank, slices, add.ids.shape[0], dtype=dtype, capability=capability))
+    h = shrink(add.x, add.a, add.rank, add.scaling, add.groups, plan.shrink)
+    expand_add(add.y, h, add.b, add.b_bias, add.rank, add.scaling, add.groups, plan.expand)
 
 
 library.impl("quantize_fp8_token", _cuda_quantize("token"), "CUDA")

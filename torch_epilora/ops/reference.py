@@ -236,25 +236,14 @@ def expand_add_(
         y[rows] = acc.to(y.dtype)
 
 
-def lora_add_(
-    y: Tensor,
-    x: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    b_bias: list[Tensor],
-    rank: Tensor | None,
-    scaling: Tensor | None,
-    sorted_tokens: Tensor,
-    ids: Tensor,
-    counts: Tensor,
-    starts: Tensor,
-    no_adapter: Tensor,
-) -> None:
+def lora_add_(*arguments) -> None:
     """Add all that adapters add to what another base wrote, in place: shrink, then expand."""
-    rows = (sorted_tokens, ids, counts, starts)
-    checks.check_add(y, x, a, b, b_bias, rank, scaling, *rows, no_adapter)
-    if not no_adapter.item():
-        expand_add_(y, shrink(x, a, rank, scaling, *rows), b, b_bias, rank, scaling, *rows)
+    add = checks.Add(*arguments)
+    checks.check_add(add)
+    if not add.no_adapter.item():
+        rows = add.groups[:4]
+        h = shrink(add.x, add.a, add.rank, add.scaling, *rows)
+        expand_add_(add.y, h, add.b, add.b_bias, add.rank, add.scaling, *rows)
 
 
 def quantize_activations(

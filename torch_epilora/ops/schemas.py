@@ -116,7 +116,7 @@ def _(
 
 @torch.library.register_fake("epilora::lora_add_", lib=library)
 def _(*arguments) -> None:
-    checks.check_add(*arguments)
+    checks.check_add(checks.Add(*arguments))
 
 
 def _fake_linear(*arguments) -> Tensor:

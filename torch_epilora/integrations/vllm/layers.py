@@ -26,14 +26,10 @@ OURS = (
 )  # fmt: skip
 """Classes of vLLM that are replaced; of all others its own do the work."""
 
-EPILOGUE, ADDED = "FP8 operator", "adapter kernels"
-"""What serves a layer: our operator with base and adapters in one, or our adapter kernels after vLLM's base."""
-
 
 class Rows:
     """What both kinds of layers have in common: vLLM's buffers and batch metadata as our operators take them."""
 
-    served_by = ""
     lora_a_stacked: tuple[Tensor, ...]
     lora_b_stacked: tuple[Tensor, ...]
     punica_wrapper: Any
@@ -63,7 +59,7 @@ class Rows:
 class InTheEpilogue(Rows):
     """A layer over FP8 codes: one operator multiplies them and adds the adapters."""
 
-    served_by = EPILOGUE
+    served_by = "FP8 operator"
     mode = "w8a8"
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,7 +76,7 @@ class InTheEpilogue(Rows):
 class AfterTheBase(Rows):
     """A layer over a base that vLLM computes: one operator adds the adapters to what it wrote."""
 
-    served_by = ADDED
+    served_by = "adapter kernels"
 
     def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor:
         if output.dtype != x.dtype:  # a gate that gives fp32

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch_epilora.ops.checks import COMPUTES
+
 VLLM, MODE = "EPILORA_VLLM", "EPILORA_VLLM_MODE"
 KEY = "epilora"
 """Of ``additional_config``: a dict with any of ``enabled`` and ``mode``."""
 _SWITCH = {"on": True, "off": False}
-_MODES = ("w8a8", "w8a16")
 
 
 @dataclass(frozen=True)
@@ -60,5 +61,5 @@ def read_settings(additional: Any) -> Settings:
 
 
 def _check_mode(name: str, value: Any) -> None:
-    if value not in _MODES:
-        raise ValueError(f"{name}: expected one of {', '.join(_MODES)}, got {value!r}.")
+    if value not in COMPUTES:
+        raise ValueError(f"{name}: expected one of {', '.join(COMPUTES)}, got {value!r}.")
