@@ -55,6 +55,13 @@ class Rows:
         groups = torch.ops.epilora.adapter_groups(slots, m, self.lora_a_stacked[0].shape[0])
         return *groups, (slots < 0).all().reshape(1)
 
+    def kind(self) -> tuple:
+        """Say what its kernels depend on beside a batch; layers of one kind share them."""
+        slots = [(t.shape, t.dtype) for t in (*self.lora_a_stacked, *self.lora_b_stacked)]
+        layer: nn.Module = self.base_layer  # type: ignore[attr-defined]
+        own = [(name, t.shape, t.dtype) for name, t in layer.named_parameters(recurse=False)]
+        return type(self), *slots, *own
+
 
 class InTheEpilogue(Rows):
     """A layer over FP8 codes: one operator multiplies them and adds the adapters."""
@@ -67,10 +74,24 @@ class InTheEpilogue(Rows):
         layer: nn.Module = self.base_layer  # type: ignore[attr-defined]
         rows = x.reshape(-1, x.shape[-1])
         x_codes, x_scale = codes(layer, rows) if self.mode == "w8a8" else (None, None)
-        y = torch.ops.epilora.lora_linear(
-            rows, x_codes, x_scale, *weights(layer), bias, *self._adapters(), *self._groups(rows.shape[0]), self.mode
-        )
+        y = self._linear(rows, x_codes, x_scale, bias, self._groups(rows.shape[0]))
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _linear(
+        self, x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, bias: Tensor | None, groups: tuple[Tensor, ...]
+    ) -> Tensor:
+        base = weights(self.base_layer)  # type: ignore[attr-defined]
+        return torch.ops.epilora.lora_linear(x, x_codes, x_scale, *base, bias, *self._adapters(), *groups, self.mode)
+
+    def rehearse(self, m: int, groups: tuple[Tensor, ...]) -> None:
+        """Run its operator once for a batch of m rows, whatever is in them, so that its kernels are there."""
+        a = self.lora_a_stacked[0]
+        x = a.new_empty(m, a.shape[-1])
+        x_codes, x_scale = None, None
+        if self.mode == "w8a8":
+            x_codes, x_scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(m, 1, dtype=torch.float32)
+        bias = getattr(self.base_layer, "bias", None)  # type: ignore[attr-defined]
+        self._linear(x, x_codes, x_scale, bias, groups)
 
 
 class AfterTheBase(Rows):
@@ -83,8 +104,16 @@ class AfterTheBase(Rows):
             return super()._apply_lora_to_output(x, output)  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
         y = output.view(-1, output.shape[-1])
-        torch.ops.epilora.lora_add_(y, rows, *self._adapters(), *self._groups(rows.shape[0]))
+        self._add(y, rows, self._groups(rows.shape[0]))
         return output
+
+    def _add(self, y: Tensor, x: Tensor, groups: tuple[Tensor, ...]) -> None:
+        torch.ops.epilora.lora_add_(y, x, *self._adapters(), *groups)
+
+    def rehearse(self, m: int, groups: tuple[Tensor, ...]) -> None:
+        """Run its operator once for a batch of m rows, whatever is in them, so that its kernels are there."""
+        a, n = self.lora_a_stacked[0], sum(b.shape[2] for b in self.lora_b_stacked)
+        self._add(a.new_empty(m, n), a.new_empty(m, a.shape[-1]), groups)
 
 
 def refusal(layer: nn.Module, lora_config: Any) -> str | None:

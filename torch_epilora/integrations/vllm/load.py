@@ -61,7 +61,9 @@ def install() -> None:
 def build(load: Callable[[], nn.Module], vllm_config: Any) -> nn.Module:
     """Have vLLM build its LoRA layers with our classes among those it chooses from."""
     from vllm.lora import utils
+    from vllm.platforms import current_platform
 
+    from torch_epilora.integrations.vllm.ahead import compile_ahead
     from torch_epilora.integrations.vllm.layers import classes
 
     settings = read_settings(vllm_config.additional_config)
@@ -79,6 +81,8 @@ def build(load: Callable[[], nn.Module], vllm_config: Any) -> nn.Module:
     finally:
         utils._all_lora_classes = originals
     report(model, list(refused))
+    if current_platform.is_cuda():
+        compile_ahead(model, vllm_config.scheduler_config.max_num_batched_tokens)
     return model
 
 

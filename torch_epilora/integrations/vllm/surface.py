@@ -211,12 +211,17 @@ ROWS: tuple[Row, ...] = (
         "config/vllm.py",
         ("VllmConfig.lora_config", Field(), "reaching the LoRA settings"),
         ("VllmConfig.compilation_config", Field(), "reaching the compilation settings"),
+        ("VllmConfig.scheduler_config", Field(), "reaching the scheduler's settings"),
         ("VllmConfig.additional_config", Field(), "the switches of one engine"),
         (
             "VllmConfig.compute_hash",
             Reads("self.additional_config"),
             "keeping compiled code apart from that without the plugin",
         ),
+    ),
+    *_rows(
+        "config/scheduler.py",
+        ("SchedulerConfig.max_num_batched_tokens", Field(), "compiling for the batches that there can be"),
     ),
     *_rows(
         "config/lora.py",

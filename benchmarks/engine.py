@@ -1,0 +1,192 @@
+"""A vLLM engine with the plugin beside plain vLLM: time a token, start, KV cache, launches and answers.
+
+    python -m benchmarks.engine --systems base vllm ours --slots 1 32 --out /tmp/engine.json
+    python -m benchmarks.engine --model FOLDER --quantization "" --adapters DIR DIR --slots 3 --out /tmp/real.json
+
+Needs vLLM, and this package installed (vLLM finds the plugin by its entry point). Each engine is a process of its own
+with empty caches, so that its start is that of a new machine. Without ``--model`` it is one of Qwen3-8B's shape with
+dummy weights and random adapters. ``base`` has no LoRA, ``vllm`` has it with the plugin off (``vllm_dual``: under
+VLLM_LORA_ENABLE_DUAL_STREAM), ``ours`` has the plugin (``ours_w8a16``: with bf16 activations).
+
+A row says what an engine took, and under ``differs`` how far its log-probabilities are from those of ``vllm`` with as
+many slots: of a token that each step is made to choose, in the first step (the prompt's) and in later ones; and the
+share of freely chosen tokens that are the same.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.layer import write
+from benchmarks.timing import check_out, environment, need_gpu
+
+SYSTEMS: dict[str, dict[str, str]] = {
+    "base": {"EPILORA_VLLM": "off"},
+    "vllm": {"EPILORA_VLLM": "off"},
+    "vllm_dual": {"EPILORA_VLLM": "off", "VLLM_LORA_ENABLE_DUAL_STREAM": "1"},
+    "ours": {"EPILORA_VLLM": "on"},
+    "ours_w8a16": {"EPILORA_VLLM": "on", "EPILORA_VLLM_MODE": "w8a16"},
+}
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+TIMEOUT = 400
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+
+
+def dummy(folder: Path, rank: int) -> tuple[Path, Path]:
+    """Write the configuration of a model without weights, and one random adapter of all its linears."""
+    from safetensors.torch import save_file
+
+    model, adapter, c = folder / "model", folder / "adapter", QWEN3_8B
+    model.mkdir()
+    adapter.mkdir()
+    (model / "config.json").write_text(json.dumps(c))
+    hidden, q, kv, wide = c["hidden_size"], 4096, 1024, c["intermediate_size"]
+    sizes = {
+        "self_attn.q_proj": (hidden, q), "self_attn.k_proj": (hidden, kv), "self_attn.v_proj": (hidden, kv),
+        "self_attn.o_proj": (q, hidden), "mlp.gate_proj": (hidden, wide), "mlp.up_proj": (hidden, wide),
+        "mlp.down_proj": (wide, hidden),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * 0.01).bfloat16()
+
+    tensors = {}
+    for layer, (name, (k, n)) in product(range(c["num_hidden_layers"]), sizes.items()):
+        path = f"base_model.model.model.layers.{layer}.{name}"
+        tensors |= {f"{path}.lora_A.weight": random(rank, k), f"{path}.lora_B.weight": random(n, rank)}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "x", "target_modules": [name.rpartition(".")[2] for name in sizes],
+    }  # fmt: skip
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    return model, adapter
+
+
+def run(system: str, job: dict[str, Any], log: Path) -> dict[str, Any]:
+    """Start one engine with empty caches; what it took, or ``error`` with the log's end."""
+    with tempfile.TemporaryDirectory(prefix="engine-") as folder:
+        paths = [Path(folder) / "job.json", Path(folder) / "out.json"]
+        paths[0].write_text(json.dumps(job))
+        env = {**os.environ, **ENV, **{name: f"{folder}/{name.lower()}" for name in CACHES}, **SYSTEMS[system]}
+        command = [sys.executable, "-m", "benchmarks.engine_part", *map(str, paths)]
+        with open(log, "w") as file:
+            try:
+                code: object = subprocess.run(command, env=env, stdout=file, stderr=file, timeout=TIMEOUT).returncode
+            except subprocess.TimeoutExpired:
+                code = f"none in {TIMEOUT} s"
+        if code == 0:
+            return json.loads(paths[1].read_text())
+    return {"error": f"exit status {code}: {log.read_text(errors='replace')[-600:]}"}
+
+
+def differs(got: dict[str, list], want: dict[str, list]) -> dict[str, float]:
+    """Tell two engines' answers apart: mean and largest difference of log-probabilities, share of equal tokens."""
+    found = {}
+    for name, steps in (("first", slice(1)), ("later", slice(1, None))):
+        pairs = zip(*(_flat([answer[steps] for answer in side["forced"]]) for side in (got, want)), strict=True)
+        apart = [abs(a - b) for a, b in pairs]
+        found |= {f"{name}_mean": round(sum(apart) / len(apart), 5), f"{name}_most": round(max(apart), 4)}
+    same = [a == b for a, b in zip(_flat(got["tokens"]), _flat(want["tokens"]), strict=True)]
+    return found | {"same_tokens": round(sum(same) / len(same), 4)}
+
+
+def _flat(lists: list[list]) -> list:
+    return [value for values in lists for value in values]
+
+
+def rows_of(found: dict[tuple[str, int], dict[str, Any]], head: dict[str, Any]) -> list[dict]:
+    """Rows of the result: each engine's figures, without its answers."""
+    rows = []
+    for (system, slots), result in found.items():
+        row = {**head, "system": system, "slots": slots, **{k: v for k, v in result.items() if k != "answers"}}
+        other = found.get(("vllm", slots), {})
+        if "answers" in result and "answers" in other and system != "vllm" and slots:
+            row["differs"] = differs(result["answers"], other["answers"])
+        rows.append(row)
+    return rows
+
+
+def told(row: dict) -> str:
+    """One line of a row."""
+    if "error" in row:
+        return f"{row['system']} {row['slots']}: {row['error']}"
+    times = f"one {median(row['one_ms']):.3f} ms, many {median(row['many_ms']):.3f} ms, first {row['first_ms']} ms"
+    rest = f"start {row['start_s']} s, KV {row['kv_tokens']}, same again {row['same_again']} {row.get('differs', '')}"
+    return f"{row['system']} {row['slots']}: {times}, {rest}"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--slots", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--rank", type=int, default=64, help="of the slots, and of dummy adapters")
+    parser.add_argument("--model", type=Path, help="a checkpoint's folder")
+    parser.add_argument("--adapters", nargs="+", type=Path, help="PEFT folders of --model, taken in turn")
+    parser.add_argument("--quantization", default="fp8", help='vLLM\'s; "" for a checkpoint that says it')
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    if (options.model is None) != (options.adapters is None):
+        parser.error("--adapters: expected with --model, and only with it")
+    if min(options.slots) < 1:
+        parser.error(f"--slots: expected at least 1, but {min(options.slots)} came")
+    check_out(parser, options.out)
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    need_gpu()
+    sources = environment()
+    with tempfile.TemporaryDirectory(prefix="engine-") as folder:
+        model, adapters = options.model, options.adapters
+        if model is None:
+            model, adapter = dummy(Path(folder), options.rank)
+            adapters = [adapter]
+        head = {"model": options.model.name if options.model else "qwen3-8b", "quantization": options.quantization}
+        wanted = dict.fromkeys(
+            (system, 0 if system == "base" else slots) for slots, system in product(options.slots, options.systems)
+        )
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for system, slots in wanted:
+            links = []
+            for i in range(slots):  # adapters are told apart by their folders
+                links.append(Path(folder) / f"{system}-{slots}-{i}")
+                links[-1].symlink_to(adapters[i % len(adapters)].resolve())
+            job = {
+                "model": str(model), "quantization": options.quantization or None, "rank": options.rank,
+                "load_format": "auto" if options.model else "dummy", "slots": slots, "adapters": list(map(str, links)),
+            }  # fmt: skip
+            found[system, slots] = run(system, job, options.out.with_suffix(f".{system}-{slots}.log"))
+            rows = rows_of(found, {**head, "rank": options.rank})
+            print(told(rows[-1]), flush=True)
+            write(options.out, sources, rows)
+    if any("error" in row for row in rows):
+        sys.exit("an engine failed: see above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What an engine's batches run is compiled while it loads, by several threads.
+
+vLLM runs each batch size once before it captures it. Our kernels of these sizes, some sixty for a Llama-like model,
+would be compiled there one after the other.
+"""
+
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_epilora.integrations.vllm.layers import Rows
+
+logger = logging.getLogger("vllm.torch_epilora")
+
+MOST_TOKENS = 2048
+"""Larger batches take no other kernels, and memory."""
+MOST_THREADS = 8
+
+
+def compile_ahead(model: nn.Module, most_tokens: int) -> int:
+    """Run each kind of our layers once for each bucket of batches, with adapters and without.
+
+    What fails is logged, and left to the batch that needs it.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With LoRA layers, on its device.
+    most_tokens : int
+        Of a batch.
+
+    Returns
+    -------
+    int
+        Runs that were made.
+    """
+    kinds: dict[tuple, Any] = {layer.kind(): layer for layer in model.modules() if isinstance(layer, Rows)}
+    most = min(most_tokens, MOST_TOKENS)
+    tokens = sorted({min(1 << i, most) for i in range(most.bit_length() + 1)})
+    jobs = [(layer, m, bare) for m in tokens for layer in kinds.values() for bare in (False, True)]
+    begun = time.monotonic()
+    # threads have no memory pool of vLLM's: what the kernels keep outlives its sleep
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        errors = [error for error in threads.map(lambda job: _run(*job), jobs) if error is not None]
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # vLLM measures next how much there is
+    for error in dict.fromkeys(errors):
+        logger.warning("Kernels that could not be compiled ahead: %s", error)
+    done = len(jobs) - len(errors)
+    logger.info("Kernels of %d batches of %d kinds of layers in %.1f s.", done, len(kinds), time.monotonic() - begun)
+    return done
+
+
+@torch.inference_mode()
+def _run(layer: Any, m: int, bare: bool) -> str | None:
+    """Run a layer for m rows of which none has an adapter, though only ``bare`` says so; return what went wrong."""
+    a = layer.lora_a_stacked[0]
+    rows, groups = torch.arange(m, dtype=torch.int32, device=a.device), a.shape[0] + 1
+    nobody = torch.full((groups,), -1, dtype=torch.int32, device=a.device)
+    try:
+        layer.rehearse(m, (rows, nobody, nobody, nobody, torch.tensor([bare])))
+    except RuntimeError as error:
+        return f"{type(layer).__name__}, {m} tokens: {str(error)[:200]}"
+    return None
