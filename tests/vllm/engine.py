@@ -11,7 +11,8 @@ A mode is a JSON object:
 
 The result: ``answers``, one object a request with ``tokens`` and ``logprobs`` (for each step an object from the most
 likely tokens' ids to their log-probabilities); ``calls``, the plugin's counters, one entry a worker, null where there
-are none; ``seconds``. Two workers need ``VLLM_CPU_OMP_THREADS_BIND`` in ``env``, such as "0|1": a core of each.
+are none; ``counters`` of vLLM's own metrics by name; ``seconds``. Two workers need ``VLLM_CPU_OMP_THREADS_BIND`` in
+``env``, such as "0|1": a core of each.
 """
 
 import contextlib
@@ -41,6 +42,7 @@ ENGINE = {
     "max_lora_rank": 16,
     "enforce_eager": True,
     "enable_prefix_caching": False,
+    "disable_log_stats": False,
     "worker_extension_cls": "tests.vllm.worker.Counters",
 }
 
@@ -89,6 +91,7 @@ def answer(mode: dict[str, Any]) -> dict[str, Any]:
     start = time.monotonic()
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.v1.metrics.reader import Counter
 
     engine = dict(ENGINE)
     if mode["adapters"]:
@@ -114,6 +117,7 @@ def answer(mode: dict[str, Any]) -> dict[str, Any]:
     return {
         "answers": [_plain(output.outputs[0]) for output in outputs],
         "calls": llm.collective_rpc("epilora_calls"),
+        "counters": {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)},
         "seconds": {"import": imported - start, "load": ready - imported, "generate": done - ready},
     }
 

@@ -68,6 +68,13 @@ class Reference:
         logits = self.model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0]
         return logits[len(prompt) - 1 :].float().log_softmax(-1)
 
+    def generate(self, prompt: list[int], tokens: int, adapter: str | None) -> list[int]:
+        """Choose the most likely token each time."""
+        answer: list[int] = []
+        for _ in range(tokens):
+            answer.append(int(self.score(prompt, [*answer, 0], adapter)[-1].argmax()))
+        return answer
+
 
 def _dequantized(path: str, tensors: dict[str, Tensor]) -> Tensor:
     """What a linear's codes stand for: those in the file, or made by vLLM's rule for channels."""

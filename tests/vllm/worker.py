@@ -1,6 +1,7 @@
-"""What engines' workers get mixed in: how often each operator of the library ran in their processes."""
+"""What engines' workers are given: counts of the library's operators in their processes, and a drafter."""
 
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -30,3 +31,26 @@ class Counters:
     def epilora_calls(self) -> dict[str, int]:
         """How often each operator ran in this worker."""
         return dict(RAN)
+
+
+class Drafter:
+    """``model`` of a ``speculative_config``: it drafts what the engine's ``additional_config`` has as ``drafts``.
+
+    Those are pairs of a prompt and an answer. vLLM's own drafter by n-grams would find little in random tokens, and
+    needs numba.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.drafts = vllm_config.additional_config["drafts"]
+        self.most = vllm_config.speculative_config.num_speculative_tokens
+
+    def load_model(self, model: object) -> None:
+        """Load nothing; vLLM's CPU runner calls this of every drafter."""
+
+    def propose(self, sampled: list[list[int]], lengths: Any, tokens: Any, **_: Any) -> list[list[int]]:
+        """Draft for each request what follows the tokens that it has, the first ``lengths`` of its row."""
+        return [self._draft(tokens[i, : lengths[i]].tolist()) for i in range(len(sampled))]
+
+    def _draft(self, known: list[int]) -> list[int]:
+        answer, made = next((a, len(known) - len(p)) for p, a in self.drafts if known[: len(p)] == p)
+        return answer[made : made + self.most]
