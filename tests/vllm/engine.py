@@ -5,14 +5,17 @@ A mode is a JSON object:
 - ``model``: a checkpoint's folder;
 - ``adapters``: PEFT folders by name;
 - ``requests``: objects with ``prompt`` (token ids), ``adapter`` (a name or null) and ``tokens`` (how many to make);
+- ``rounds``: in place of ``requests``, objects that each have some, answered in turn, and ``calls`` to make before:
+  pairs of a method of ``llm.llm_engine`` and its argument, an adapter's id or an object with the arguments of a
+  ``LoRARequest``, which its name stands for from there on;
 - ``engine``: arguments of ``vllm.LLM`` over those of ``ENGINE``;
 - ``env``: environment variables over those of ``ENV``, which ``run`` sets before the process starts;
 - ``compile``: a backend of torch.compile ("eager", "inductor"), forced on the CPU, where vLLM compiles no LoRA.
 
 The result: ``answers``, one object a request with ``tokens`` and ``logprobs`` (for each step an object from the most
 likely tokens' ids to their log-probabilities); ``calls``, the plugin's counters, one entry a worker, null where there
-are none; ``counters`` of vLLM's own metrics by name; ``seconds``. Two workers need ``VLLM_CPU_OMP_THREADS_BIND`` in
-``env``, such as "0|1": a core of each.
+are none; ``counters`` of vLLM's own metrics by name; ``loaded``, the ids of adapters in the engine before each round's
+requests; ``seconds``. Two workers need ``VLLM_CPU_OMP_THREADS_BIND`` in ``env``, such as "0|1": a core of each.
 """
 
 import contextlib
@@ -87,7 +90,7 @@ def _wait(command: list[str], env: dict[str, str], log: IO[str], timeout: float)
 
 
 def answer(mode: dict[str, Any]) -> dict[str, Any]:
-    """Start the mode's engine in this process and let it answer all requests as one batch."""
+    """Start the mode's engine in this process and let it answer all requests of a round as one batch."""
     start = time.monotonic()
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -104,20 +107,27 @@ def answer(mode: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(mode["model"], **{**engine, **mode.get("engine", {})})
     ready = time.monotonic()
     loras = {name: LoRARequest(name, i + 1, path) for i, (name, path) in enumerate(mode["adapters"].items())}
-    outputs = llm.generate(
-        [{"prompt_token_ids": r["prompt"]} for r in mode["requests"]],
-        [
-            SamplingParams(temperature=0, max_tokens=r["tokens"], ignore_eos=True, logprobs=TOP)
-            for r in mode["requests"]
-        ],
-        lora_request=[loras.get(r["adapter"]) for r in mode["requests"]],
-        use_tqdm=False,
-    )
+    outputs, loaded = [], []
+    for turn in mode.get("rounds", [mode]):
+        for method, argument in turn.get("calls", []):
+            if isinstance(argument, dict):
+                argument = LoRARequest(**argument)
+                loras[argument.lora_name] = argument
+            getattr(llm.llm_engine, method)(argument)
+        loaded.append(sorted(llm.llm_engine.list_loras()) if mode["adapters"] else [])
+        requests = turn["requests"]
+        outputs += llm.generate(
+            [{"prompt_token_ids": r["prompt"]} for r in requests],
+            [SamplingParams(temperature=0, max_tokens=r["tokens"], ignore_eos=True, logprobs=TOP) for r in requests],
+            lora_request=[loras.get(r["adapter"]) for r in requests],
+            use_tqdm=False,
+        )
     done = time.monotonic()
     return {
         "answers": [_plain(output.outputs[0]) for output in outputs],
         "calls": llm.collective_rpc("epilora_calls"),
         "counters": {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)},
+        "loaded": loaded,
         "seconds": {"import": imported - start, "load": ready - imported, "generate": done - ready},
     }
 

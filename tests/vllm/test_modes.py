@@ -37,18 +37,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 
 def run(name: str, mode: dict[str, Any], checkpoints, adapters, folder) -> dict[str, Any]:
-    given = {key: mode[key] for key in ("engine", "env", "compile") if key in mode}
+    given = {key: mode[key] for key in ("engine", "env", "compile", "rounds") if key in mode}
     requests = tiny.requests()
     return engine.run(
         {"model": checkpoints[mode["model"]], "adapters": adapters, "requests": requests, **given}, folder / name
     )
 
 
-def check(result: dict[str, Any], mode: dict[str, Any], checkpoints, adapters) -> None:
+def check(result: dict[str, Any], mode: dict[str, Any], checkpoints, adapters, requests=None) -> None:
     """The answers are the reference's within what roundings make, and the mode's operator ran for each layer."""
     reference = Reference(checkpoints[mode["model"]], adapters, mode.get("compute", "w8a8"))
     sure = 0
-    for request, answer in zip(tiny.requests(), result["answers"], strict=True):
+    for request, answer in zip(requests or tiny.requests(), result["answers"], strict=True):
         found = deviation(reference.score(request["prompt"], answer["tokens"], request["adapter"]), answer)
         assert found.mean < MEAN and found.largest < LARGEST and not found.wrong, (request["adapter"], found)
         sure += found.sure
@@ -79,6 +79,35 @@ def test_drafts_are_verified(checkpoints, adapters, folder):
     drafted, accepted = (result["counters"][f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted"))
     # 5 of a request's 8 are accepted and 3 rejected, but past a near tie, where the engine chose another token, all are
     assert accepted >= 16 and drafted - accepted >= 24, (drafted, accepted)
+
+
+def test_answers_follow_the_weights_at_hand(checkpoints, adapters, folder):
+    """A name stands for other weights after each round: of another id, of its id, of others that evict it."""
+
+    def add(name: str, number: int, weights: str, **more: bool) -> tuple[str, dict[str, Any]]:
+        given = {"lora_name": name, "lora_int_id": number, "lora_path": adapters[weights]}
+        return "add_lora", {**given, **more}
+
+    steps: list[tuple[list[tuple[str, Any]], dict[str, str], list[int]]] = [
+        ([], {}, []),
+        ([("remove_lora", 1), add("all", 4, "rslora")], {"all": "rslora"}, [2, 3, 4]),
+        ([add("rslora", 2, "partial", load_inplace=True)], {"all": "rslora", "rslora": "partial"}, [2, 3, 4]),
+        # three more would leave none of those before them, but for the pinned one
+        (
+            [("pin_lora", 3), add("all", 5, "rslora"), add("rslora", 6, "all"), add("all", 7, "partial")],
+            {"all": "partial", "rslora": "all"}, [3, 6, 7],
+        ),
+    ]  # fmt: skip
+    rounds = [{"requests": tiny.requests(), "calls": calls} for calls, _, _ in steps]
+    mode = {"model": "fp8", "engine": {"max_loras": 3, "max_cpu_loras": 3}, "rounds": rounds}
+    result = run("rounds", mode, checkpoints, adapters, folder)
+    requests = [
+        {**request, "adapter": weights.get(request["adapter"], request["adapter"])}
+        for _, weights, _ in steps
+        for request in tiny.requests()
+    ]
+    check(result, mode, checkpoints, adapters, requests)
+    assert result["loaded"] == [loaded for _, _, loaded in steps]
 
 
 @pytest.mark.parametrize(
