@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
 from torch_epilora.ops.checks import BLOCK, Groups, aligned, row_stride
-from torch_epilora.ops.plan import Decode, terms
+from torch_epilora.ops.plan import DECODE_MAX_RANK, Decode, terms
 from torch_epilora.ops.triton import quantize as q
 from torch_epilora.ops.triton.common import (
     column_tile,
@@ -33,6 +33,7 @@ from torch_epilora.ops.triton.signals import BESIDE, COUNTERS, HEADER, take_sign
 from torch_epilora.ops.triton.sync import CODES, LEFT, TILES, announce, clear, leave, prefetch, wait_for
 
 _COUNTERS, _BESIDE = tl.constexpr(COUNTERS), tl.constexpr(BESIDE)
+_RANK_BITS = tl.constexpr(DECODE_MAX_RANK.bit_length())
 
 
 @triton.jit
@@ -40,22 +41,37 @@ def groups_of(
     ids_ptr, counts_ptr, starts_ptr, rank_ptr, num_groups, num_slots, slice_index, R, rank_stride,
     GROUPS: tl.constexpr, HAS_RANK: tl.constexpr,
 ):  # fmt: skip
-    """(slots, counts, starts, ranks of the groups, and which of them have rows and an adapter of any rank)."""
+    """(adapters, counts, starts of the groups, and which of them are active: have rows and an adapter of any rank).
+
+    An adapter is its slot and, if ranks are given, its rank in the low bits: one reduction finds both.
+    """
     g = tl.arange(0, GROUPS)
     ids = tl.load(ids_ptr + g, mask=g < num_groups, other=-1)
     counts = tl.load(counts_ptr + g, mask=g < num_groups, other=0)
     starts = tl.load(starts_ptr + g, mask=g < num_groups, other=0)
     active = (ids >= 0) & (ids < num_slots) & (counts > 0)
-    ranks = tl.zeros([GROUPS], tl.int32) + R
+    adapters = ids
     if HAS_RANK:
         ranks = tl.minimum(tl.load(rank_ptr + slice_index * rank_stride + ids, mask=active, other=0), R)
         active = active & (ranks > 0)
-    return ids, counts, starts, ranks, active
+        adapters = (ids << _RANK_BITS) | ranks
+    return adapters, counts, starts, active
 
 
 @triton.jit
-def turns(row, ids, counts, starts, ranks, active, BM: tl.constexpr):
-    """(each row's turn, slots and ranks by turn, turns): active groups take turns in their order; other rows have -1.
+def unpack(adapter, R, HAS_RANK: tl.constexpr):
+    """(slot, rank) of an adapter."""
+    slot = adapter
+    rank = R
+    if HAS_RANK:
+        slot = adapter >> _RANK_BITS
+        rank = adapter - (slot << _RANK_BITS)
+    return slot, rank
+
+
+@triton.jit
+def turns(row, adapters, counts, starts, active, BM: tl.constexpr):
+    """(each row's turn, adapters by turn, turns): active groups take turns in their order; other rows have -1.
 
     There are at most BM turns, as each has a row. All is found in registers: slots read from memory in the loop over
     turns would halve how far ahead B's loads are issued.
@@ -71,16 +87,15 @@ def turns(row, ids, counts, starts, ranks, active, BM: tl.constexpr):
     )
     mine = tl.max(tl.where(inside & active[None, :], turn[None, :], 0), 1) - 1
     nth = active[None, :] & (turn[None, :] == place[:, None] + 1)
-    slots, ranks = tl.where(nth, ids[None, :], 0), tl.where(nth, ranks[None, :], 0)
-    return mine, tl.sum(slots, 1), tl.sum(ranks, 1), tl.max(turn, 0)
+    return mine, tl.sum(tl.where(nth, adapters[None, :], 0), 1), tl.max(turn, 0)
 
 
 @triton.jit
-def first_of(ids, counts, starts, ranks, active, GROUPS: tl.constexpr):
+def first_of(adapters, counts, starts, active, R, GROUPS: tl.constexpr, HAS_RANK: tl.constexpr):
     """(slot, rank, first position, end) of the first active group, where no other has rows here."""
     g = tl.arange(0, GROUPS)
     first = g == tl.min(tl.where(active, g, GROUPS), 0)
-    slot, rank = tl.sum(tl.where(first, ids, 0), 0), tl.sum(tl.where(first, ranks, 0), 0)
+    slot, rank = unpack(tl.sum(tl.where(first, adapters, 0), 0), R, HAS_RANK)
     start = tl.sum(tl.where(first, starts, 0), 0)
     return slot, rank, start, start + tl.sum(tl.where(first, counts, 0), 0)
 
@@ -128,7 +143,7 @@ def update(
 
 @triton.jit
 def up_projections(
-    h, mine, slots, ranks, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R, stride_bls,
+    h, mine, adapters, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R, stride_bls,
     stride_bn, scaling_stride,
     SELECT: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, TOGETHER: tl.constexpr, B_STAGES: tl.constexpr,
@@ -139,12 +154,10 @@ def up_projections(
     which = tl.arange(0, TOGETHER * BN) // BN
     within = inner + tl.arange(0, TOGETHER * BN) % BN
     for i in tl.range(0, last, TOGETHER, num_stages=B_STAGES):
-        slot = tl.zeros([TOGETHER * BN], tl.int32)
-        rank = tl.zeros([TOGETHER * BN], tl.int32)
+        adapter = tl.zeros([TOGETHER * BN], tl.int32)
         for j in tl.static_range(TOGETHER):
-            slot = tl.where(which == j, tl.sum(tl.where(rows == i + j, slots, 0), 0), slot)
-            if HAS_RANK:
-                rank = tl.where(which == j, tl.sum(tl.where(rows == i + j, ranks, 0), 0), rank)
+            adapter = tl.where(which == j, tl.sum(tl.where(rows == i + j, adapters, 0), 0), adapter)
+        slot, rank = unpack(adapter, R, HAS_RANK)
         there = (within < width) & (i + which < last)
         b = load_b(slot, rank, b_ptrs, slice_index, within, there, r, R, stride_bls, stride_bn, HAS_RANK)
         total = update(
@@ -242,7 +255,7 @@ def decode_kernel(
     start = 0
     stop = 0
     if LORA:
-        ids, counts, starts, ranks, active = groups_of(
+        adapters, counts, starts, active = groups_of(
             ids_ptr, counts_ptr, starts_ptr, rank_ptr, num_groups, num_slots, slice_index, R, rank_stride, GROUPS,
             HAS_RANK,
         )  # fmt: skip
@@ -252,9 +265,9 @@ def decode_kernel(
         if QUANTIZE >= 0:
             # in the time that codes take to be made; with codes given it would hold the main loop up
             if MANY:
-                mine, slots, turn_ranks, last = turns(row, ids, counts, starts, ranks, active, BM)
+                mine, adapters, last = turns(row, adapters, counts, starts, active, BM)
             else:
-                slot, rank, start, stop = first_of(ids, counts, starts, ranks, active, GROUPS)
+                slot, rank, start, stop = first_of(adapters, counts, starts, active, R, GROUPS, HAS_RANK)
                 mine = one_turn(row, start, stop, BM)
                 b = load_b(
                     slot + n * 0, rank + n * 0, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn,
@@ -300,7 +313,7 @@ def decode_kernel(
                 if PDL and not OVERLAP:
                     gdc_launch_dependents()
                 if QUANTIZE < 0:
-                    slot, rank, start, stop = first_of(ids, counts, starts, ranks, active, GROUPS)
+                    slot, rank, start, stop = first_of(adapters, counts, starts, active, R, GROUPS, HAS_RANK)
                     b = load_b(
                         slot + n * 0, rank + n * 0, b_ptrs, slice_index, within, n_valid, r, R, stride_bls, stride_bn,
                         HAS_RANK,
@@ -323,21 +336,21 @@ def decode_kernel(
     if LORA:
         if MANY:
             if QUANTIZE < 0:
-                mine, slots, turn_ranks, last = turns(row, ids, counts, starts, ranks, active, BM)
+                mine, adapters, last = turns(row, adapters, counts, starts, active, BM)
             wait_for(signal_ptr + TILES, shrink_tiles)
             ticket = leave(signal_ptr + LEFT)
             h = tl.load(h_ptrs, mask=h_mask, other=0.0)
             # each B is read up to its rank; registers for what lies beyond a rank that ends within 16 bytes are paid
             # for only in a batch that has one
-            if not HAS_RANK or tl.max(turn_ranks % 8, 0) == 0:
+            if not HAS_RANK or tl.max(adapters & 7, 0) == 0:
                 lora = up_projections(
-                    h, mine, slots, turn_ranks, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R,
+                    h, mine, adapters, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R,
                     stride_bls, stride_bn, scaling_stride,
                     False, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS, BM, BN, TOGETHER, B_STAGES,
                 )  # fmt: skip
             else:
                 lora = up_projections(
-                    h, mine, slots, turn_ranks, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R,
+                    h, mine, adapters, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R,
                     stride_bls, stride_bn, scaling_stride,
                     True, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS, BM, BN, 1, 2,
                 )  # fmt: skip
