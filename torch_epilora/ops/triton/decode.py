@@ -70,14 +70,14 @@ def unpack(adapter, R, HAS_RANK: tl.constexpr):
 
 
 @triton.jit
-def turns(row, adapters, counts, starts, active, BM: tl.constexpr):
-    """(each row's turn, adapters by turn, turns): active groups take turns in their order; other rows have -1.
+def turns(row, adapters, counts, starts, active, GROUPS: tl.constexpr, BM: tl.constexpr):
+    """(each row's turn, adapters and their turns, number of turns): active groups take turns in order; -1 is none.
 
     There are at most BM turns, as each has a row. All is found in registers: slots read from memory in the loop over
     turns would halve how far ahead B's loads are issued.
     """
     place = tl.arange(0, BM)
-    turn = tl.cumsum(active.to(tl.int32), 0)
+    turn = tl.where(active, tl.cumsum(active.to(tl.int32), 0), 0)
     row = tl.where(place < tl.sum(counts, 0), row, -1)
     position = tl.max(tl.where(row[:, None] == place[None, :], place[:, None], -1), 0)
     inside = (
@@ -85,9 +85,17 @@ def turns(row, adapters, counts, starts, active, BM: tl.constexpr):
         & (position[:, None] >= starts[None, :])
         & (position[:, None] < (starts + counts)[None, :])
     )
-    mine = tl.max(tl.where(inside & active[None, :], turn[None, :], 0), 1) - 1
-    nth = active[None, :] & (turn[None, :] == place[:, None] + 1)
-    return mine, tl.sum(tl.where(nth, adapters[None, :], 0), 1), tl.max(turn, 0)
+    # with a reduction last, Triton would hand its result to other threads only where it is used, behind the main loop
+    mine = tl.max(tl.where(inside, turn[None, :], 0), 1) - 1
+    last = tl.max(turn, 0)
+    turn -= 1
+    # up to 32 groups are searched as they are, in one instruction a turn; of more, those whose turn comes are lined up
+    PLACES: tl.constexpr = max(BM, 32)
+    if GROUPS > PLACES:
+        nth = turn[:, None] == tl.arange(0, PLACES)[None, :]
+        adapters = tl.sum(tl.where(nth, adapters[:, None], 0), 0)
+        turn = tl.arange(0, PLACES)
+    return mine, adapters, turn, last
 
 
 @triton.jit
@@ -143,22 +151,23 @@ def update(
 
 @triton.jit
 def up_projections(
-    h, mine, adapters, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R, stride_bls,
+    h, mine, adapters, turn, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R, stride_bls,
     stride_bn, scaling_stride,
     SELECT: tl.constexpr, HAS_RANK: tl.constexpr, HAS_SCALING: tl.constexpr, HAS_LORA_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, TOGETHER: tl.constexpr, B_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each row's own up-projection, [BN, BM]; several turns a step, one below the other: their MMAs do not wait."""
     lora = tl.zeros([BN, BM], tl.float32)
-    rows = tl.arange(0, BM)
     which = tl.arange(0, TOGETHER * BN) // BN
     within = inner + tl.arange(0, TOGETHER * BN) % BN
     for i in tl.range(0, last, TOGETHER, num_stages=B_STAGES):
         adapter = tl.zeros([TOGETHER * BN], tl.int32)
         for j in tl.static_range(TOGETHER):
-            adapter = tl.where(which == j, tl.sum(tl.where(rows == i + j, adapters, 0), 0), adapter)
+            adapter = tl.where(which == j, tl.sum(tl.where(turn == i + j, adapters, 0), 0), adapter)
         slot, rank = unpack(adapter, R, HAS_RANK)
-        there = (within < width) & (i + which < last)
+        there = within < width
+        if not HAS_RANK:  # else a turn past the last has rank 0
+            there = there & (i + which < last)
         b = load_b(slot, rank, b_ptrs, slice_index, within, there, r, R, stride_bls, stride_bn, HAS_RANK)
         total = update(
             b, h, slot, rank, within, there, r, width, b_bias_ptrs, scaling_ptr, slice_index, scaling_stride,
@@ -265,7 +274,7 @@ def decode_kernel(
         if QUANTIZE >= 0:
             # in the time that codes take to be made; with codes given it would hold the main loop up
             if MANY:
-                mine, adapters, last = turns(row, adapters, counts, starts, active, BM)
+                mine, adapters, turn, last = turns(row, adapters, counts, starts, active, GROUPS, BM)
             else:
                 slot, rank, start, stop = first_of(adapters, counts, starts, active, R, GROUPS, HAS_RANK)
                 mine = one_turn(row, start, stop, BM)
@@ -336,21 +345,21 @@ def decode_kernel(
     if LORA:
         if MANY:
             if QUANTIZE < 0:
-                mine, adapters, last = turns(row, adapters, counts, starts, active, BM)
+                mine, adapters, turn, last = turns(row, adapters, counts, starts, active, GROUPS, BM)
             wait_for(signal_ptr + TILES, shrink_tiles)
             ticket = leave(signal_ptr + LEFT)
             h = tl.load(h_ptrs, mask=h_mask, other=0.0)
             # each B is read up to its rank; registers for what lies beyond a rank that ends within 16 bytes are paid
             # for only in a batch that has one
-            if not HAS_RANK or tl.max(adapters & 7, 0) == 0:
+            if not HAS_RANK or tl.max(tl.where(turn >= 0, adapters & 7, 0), 0) == 0:
                 lora = up_projections(
-                    h, mine, adapters, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R,
+                    h, mine, adapters, turn, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R,
                     stride_bls, stride_bn, scaling_stride,
                     False, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS, BM, BN, TOGETHER, B_STAGES,
                 )  # fmt: skip
             else:
                 lora = up_projections(
-                    h, mine, adapters, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R,
+                    h, mine, adapters, turn, last, b_ptrs, b_bias_ptrs, scaling_ptr, slice_index, inner, width, r, R,
                     stride_bls, stride_bn, scaling_stride,
                     True, HAS_RANK, HAS_SCALING, HAS_LORA_BIAS, BM, BN, 1, 2,
                 )  # fmt: skip
@@ -498,7 +507,8 @@ def _decode_shape(
     )  # fmt: skip
     chunk, shrink_r = q.row_block(k), _shrink_ranks(r, config)
     constants = dict(
-        GROUPS=next_power_of_2(num_groups), LAYOUT=LAYOUTS[layout], TERMS=codes, LORA=lora,
+        # as many as one instruction adds up, where there are fewer
+        GROUPS=max(next_power_of_2(num_groups), 32), LAYOUT=LAYOUTS[layout], TERMS=codes, LORA=lora,
         MANY=min(num_groups, slots, m) > 1, QUANTIZE=quantize, HAS_RANK=has_rank, HAS_SCALING=has_scaling,
         HAS_LORA_BIAS=has_lora_bias, HAS_BIAS=has_bias, EVEN_K=k % config.block_k == 0,
         CHUNKS=cdiv(k, chunk) if quantize in (q.TOKEN, q.TERMS) else 1, BQ=chunk,
