@@ -1,5 +1,6 @@
 """Launches past Triton's own: the kernel it found for the same values, and its own launch where they could differ."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_epilora.ops import memory
+from torch_epilora.ops.compiling import compiling_only
 from torch_epilora.ops.triton import launch
 
 
@@ -29,6 +31,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.launches: list[tuple] = []
+        self.compiled: list[tuple] = []
 
     def __getitem__(self, grid: tuple[int, ...]):
         def run(*arguments, **constants) -> Compiled:
@@ -37,6 +40,9 @@ class Kernel:
             return compiled
 
         return run
+
+    def warmup(self, *arguments, **constants) -> None:
+        self.compiled.append((arguments, constants))
 
 
 def shape(m: int = 3, widths: tuple[int, ...] = (5, 6), config: int = 7) -> launch.Shape:
@@ -72,6 +78,23 @@ def test_the_second_time_what_triton_found_is_launched(kernel: Kernel) -> None:
     # Triton's launcher: grid, stream, kernel, its metadata, no hooks, then all parameters in order
     assert compiled.runs == [(3, 2, 1, 102, "function", "metadata", None, None, None, *addresses, 3, (5, 6), 7, 8)]
     assert len(kernel.launches) == 1
+
+
+def test_a_thread_that_only_compiles_launches_nothing_and_keeps_nothing(kernel: Kernel) -> None:
+    one, given = launch.Launch(kernel, shape()), tensors()
+    with compiling_only():
+        one._on(2, given)
+        assert kernel.compiled == [((*given, 3, (5, 6)), {"grid": (3, 2), "SPLIT": 8, "BM": 7, "num_warps": 4})]
+        assert launch.stream_for(0, [16, 32]) is None, "launches by address would follow"
+        other = threading.Thread(target=one._on, args=(2, given))
+        other.start()
+        other.join()
+        assert len(kernel.launches) == 1 and len(kernel.compiled) == 1, "another thread launches"
+        one._on(2, given)
+    ((*_, compiled),) = kernel.launches
+    assert len(kernel.compiled) == 2 and not compiled.runs
+    one._on(2, given)
+    assert len(compiled.runs) == 1 and launch.stream_for(0, [16, 32]) == 100
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from torch_epilora.integrations.vllm.layers import Rows
+from torch_epilora.ops.compiling import compiling_only
 
 logger = logging.getLogger("vllm.torch_epilora")
 
@@ -23,7 +24,7 @@ MOST_THREADS = 8
 
 
 def compile_ahead(model: nn.Module, most_tokens: int) -> int:
-    """Run each kind of our layers once for each bucket of batches, with adapters and without.
+    """Compile what each kind of our layers launches for each bucket of batches, with adapters and without.
 
     What fails is logged, and left to the batch that needs it.
 
@@ -37,7 +38,7 @@ def compile_ahead(model: nn.Module, most_tokens: int) -> int:
     Returns
     -------
     int
-        Runs that were made.
+        Batches that were compiled for, all kinds of layers counted.
     """
     kinds: dict[tuple, Any] = {layer.kind(): layer for layer in model.modules() if isinstance(layer, Rows)}
     most = min(most_tokens, MOST_TOKENS)
@@ -46,24 +47,28 @@ def compile_ahead(model: nn.Module, most_tokens: int) -> int:
     begun = time.monotonic()
     # threads have no memory pool of vLLM's: what the kernels keep outlives its sleep
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
-        errors = [error for error in threads.map(lambda job: _run(*job), jobs) if error is not None]
+        # one before the others: Triton's driver is found once
+        done = [threads.submit(_compile, *job).result() for job in jobs[:1]]
+        done += threads.map(lambda job: _compile(*job), jobs[1:])
+    errors = [error for error in done if error is not None]
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # vLLM measures next how much there is
     for error in dict.fromkeys(errors):
         logger.warning("Kernels that could not be compiled ahead: %s", error)
-    done = len(jobs) - len(errors)
-    logger.info("Kernels of %d batches of %d kinds of layers in %.1f s.", done, len(kinds), time.monotonic() - begun)
-    return done
+    seconds = time.monotonic() - begun
+    logger.info("Kernels of %d batches of %d kinds of layers compiled in %.1f s.", len(tokens), len(kinds), seconds)
+    return len(jobs) - len(errors)
 
 
 @torch.inference_mode()
-def _run(layer: Any, m: int, bare: bool) -> str | None:
-    """Run a layer for m rows of which none has an adapter, though only ``bare`` says so; return what went wrong."""
+def _compile(layer: Any, m: int, bare: bool) -> str | None:
+    """Have a layer meet m rows of which none has an adapter, though only ``bare`` says so; return what went wrong."""
     a = layer.lora_a_stacked[0]
     rows, groups = torch.arange(m, dtype=torch.int32, device=a.device), a.shape[0] + 1
     nobody = torch.full((groups,), -1, dtype=torch.int32, device=a.device)
     try:
-        layer.rehearse(m, (rows, nobody, nobody, nobody, torch.tensor([bare])))
+        with compiling_only():
+            layer.rehearse(m, (rows, nobody, nobody, nobody, torch.tensor([bare])))
     except RuntimeError as error:
         return f"{type(layer).__name__}, {m} tokens: {str(error)[:200]}"
     return None

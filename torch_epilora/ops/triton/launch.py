@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_epilora.ops.checks import On
+from torch_epilora.ops.compiling import compiles_only
 from torch_epilora.ops.memory import remember
 
 Shape = tuple[tuple[int, ...], tuple, dict]
@@ -85,6 +86,9 @@ class Launch:
             run, function, metadata, grid, rest = self._ready
             run(*grid, raw_stream(device), function, metadata, None, None, None, *addresses, *rest)
             return
+        if compiles_only():
+            self._kernel.warmup(*pointers, *self._integers, grid=self._grid, **self._constants)
+            return
         compiled = self._kernel[self._grid](*pointers, *self._integers, **self._constants)
         if compiled is not None and not seen & _ALIGNMENT:
             names = self._kernel.arg_names[len(pointers) + len(self._integers) :]
@@ -133,7 +137,9 @@ def raw_stream(device: int) -> int:
 
 
 def _watched() -> bool:
-    """Whether a profiler wants to be told of each launch, which only Triton's own does."""
+    """Whether a kernel that was kept must not be launched: a profiler wants to be told, or there are no launches."""
+    if compiles_only():
+        return True
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
