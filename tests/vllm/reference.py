@@ -52,9 +52,10 @@ class Reference:
         self.model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder)).bfloat16().eval()
         tensors = load_file(folder / "model.safetensors")
         for path, linear in list(self.model.named_modules()):
-            if isinstance(linear, nn.Linear) and path != "lm_head":
-                weight = tensors[f"{path}.weight"].float() if compute == "bf16" else _dequantized(path, tensors)
-                self.model.set_submodule(path, ReferenceLinear(weight, compute == "w8a8"))
+            if isinstance(linear, nn.Linear):
+                plain = compute == "bf16" or path == "lm_head"
+                weight = tensors[f"{path}.weight"].float() if plain else _dequantized(path, tensors)
+                self.model.set_submodule(path, ReferenceLinear(weight, compute == "w8a8" and not plain))
         self.model.load_state_dict({name: tensors[name] for name in self.model.state_dict()})
         self.adapters = {name: _read_adapter(path) for name, path in adapters.items()}
 

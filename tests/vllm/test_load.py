@@ -12,17 +12,23 @@ from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from torch_epilora.integrations.vllm import load
 from torch_epilora.integrations.vllm.layers import OURS
 
+RUNNER = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=object()))
+
+
+def loaded(self, *_):
+    """A model that remembers what it was built of."""
+    return SimpleNamespace(modules=lambda: [], classes=utils._all_lora_classes, head=utils.LogitsProcessorWithLoRA)
+
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plugin, for one test, on a vLLM without it."""
     originals = {
-        LoRAModelRunnerMixin: ("load_lora_model", lambda self, *_: utils._all_lora_classes),
+        LoRAModelRunnerMixin: ("load_lora_model", loaded),
         VllmConfig: ("compute_hash", lambda self, **_: "0123456789"),
     }
     for owner, (name, function) in originals.items():
         monkeypatch.setattr(owner, name, function)
-    monkeypatch.setattr(load, "report", lambda *_: None)
     load.install()
 
 
@@ -38,21 +44,23 @@ def config(**changed: object) -> SimpleNamespace:
 
 def test_layers_are_built_with_our_classes_and_vllms_list_is_as_before(installed):
     before = utils._all_lora_classes
-    seen = LoRAModelRunnerMixin.load_lora_model(None, None, config(), None)
-    assert utils._all_lora_classes is before and len(seen) == len(before) + 2 * len(OURS)
+    seen = LoRAModelRunnerMixin.load_lora_model(RUNNER, None, config(), None)
+    assert utils._all_lora_classes is before and len(seen.classes) == len(before) + 2 * len(OURS)
+    assert issubclass(seen.head, utils.LogitsProcessorWithLoRA) and seen.head is not utils.LogitsProcessorWithLoRA
     off = config(additional_config={"epilora": {"enabled": False}})
-    assert LoRAModelRunnerMixin.load_lora_model(None, None, off, None) is before
+    seen = LoRAModelRunnerMixin.load_lora_model(RUNNER, None, off, None)
+    assert seen.classes is before and seen.head is utils.LogitsProcessorWithLoRA
 
 
 def test_an_error_in_loading_leaves_vllms_list_as_it_was(installed, monkeypatch):
-    before = utils._all_lora_classes
+    before = utils._all_lora_classes, utils.LogitsProcessorWithLoRA
 
     def fails():
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
         load.build(fails, config())
-    assert utils._all_lora_classes is before
+    assert (utils._all_lora_classes, utils.LogitsProcessorWithLoRA) == before
 
 
 def test_it_is_installed_once_even_under_another_wrapper(installed):
@@ -82,8 +90,8 @@ def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> py
 
 def test_unbacked_shapes_are_left_to_vllm(installed, log):
     shapes = SimpleNamespace(dynamic_shapes_config=SimpleNamespace(type=SimpleNamespace(value="unbacked")))
-    seen = LoRAModelRunnerMixin.load_lora_model(None, None, config(compilation_config=shapes), None)
-    assert seen is utils._all_lora_classes and "Unbacked dynamic shapes" in log.text
+    seen = LoRAModelRunnerMixin.load_lora_model(RUNNER, None, config(compilation_config=shapes), None)
+    assert seen.classes is utils._all_lora_classes and "Unbacked dynamic shapes" in log.text
 
 
 def test_a_vllm_without_a_name_stays_as_it_is(monkeypatch, log):

@@ -79,11 +79,11 @@ def write_adapters(plain: Path, folder: Path) -> dict[str, Path]:
     """Write each recipe's adapter as a PEFT folder."""
     model = Qwen3ForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
     return {
-        name: _write_adapter(model, recipe, folder / name, seed) for seed, (name, recipe) in enumerate(RECIPES.items())
+        name: write_adapter(model, recipe, folder / name, seed) for seed, (name, recipe) in enumerate(RECIPES.items())
     }
 
 
-def _write_adapter(model: nn.Module, recipe: Recipe, folder: Path, seed: int) -> Path:
+def write_adapter(model: nn.Module, recipe: Recipe, folder: Path, seed: int) -> Path:
     """Its change of a linear is about as large as the linear itself."""
     generator = torch.Generator().manual_seed(seed)
     scaling = recipe.alpha / (recipe.r**0.5 if recipe.rslora else recipe.r)

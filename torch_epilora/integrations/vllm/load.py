@@ -31,6 +31,7 @@ def install() -> None:
         from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
         from torch_epilora.integrations.vllm import layers  # noqa: F401
+        from torch_epilora.integrations.vllm.head import tell_heads
 
         original, hash_of = LoRAModelRunnerMixin.load_lora_model, VllmConfig.compute_hash
     except (ImportError, AttributeError) as error:
@@ -44,7 +45,9 @@ def install() -> None:
 
     @wraps(original)
     def load_lora_model(self: Any, model: nn.Module, vllm_config: Any, device: torch.device) -> nn.Module:
-        return build(lambda: original(self, model, vllm_config, device), vllm_config)
+        built = build(lambda: original(self, model, vllm_config, device), vllm_config)
+        tell_heads(built, self.lora_manager._adapter_manager)
+        return built
 
     @wraps(hash_of)
     def compute_hash(self: Any, *args: Any, **more: Any) -> str:
@@ -64,6 +67,7 @@ def build(load: Callable[[], nn.Module], vllm_config: Any) -> nn.Module:
     from vllm.platforms import current_platform
 
     from torch_epilora.integrations.vllm.ahead import compile_ahead
+    from torch_epilora.integrations.vllm.head import Head
     from torch_epilora.integrations.vllm.layers import classes
 
     settings = read_settings(vllm_config.additional_config)
@@ -74,12 +78,13 @@ def build(load: Callable[[], nn.Module], vllm_config: Any) -> nn.Module:
         logger.warning("Unbacked dynamic shapes: vLLM's own adapter kernels are used, ours compare numbers of rows.")
         return load()
     refused: dict[tuple[str, str], None] = {}
-    originals = utils._all_lora_classes
-    utils._all_lora_classes = classes(originals, settings.mode, lambda *why: refused.setdefault(why))
+    originals = utils._all_lora_classes, utils.LogitsProcessorWithLoRA
+    ours = classes(originals[0], settings.mode, lambda *why: refused.setdefault(why))
+    utils._all_lora_classes, utils.LogitsProcessorWithLoRA = ours, Head
     try:
         model = load()
     finally:
-        utils._all_lora_classes = originals
+        utils._all_lora_classes, utils.LogitsProcessorWithLoRA = originals
     report(model, list(refused))
     if current_platform.is_cuda():
         compile_ahead(model, vllm_config.scheduler_config.max_num_batched_tokens)

@@ -116,6 +116,26 @@ ROWS: tuple[Row, ...] = (
         ("from_layer", Reads("_all_lora_classes"), "seeing classes that were put in front later"),
         ("from_layer", Calls("can_replace_layer", 0, _CAN_REPLACE), "asking the plugin's classes, by keywords"),
         ("from_layer", Calls(_CREATE, 3), "making the slots of the plugin's layers"),
+        ("from_layer_logits_processor", Reads("LogitsProcessorWithLoRA"), "putting the plugin's output layer in place"),
+    ),
+    *_rows(
+        "lora/layers/logits_processor.py",
+        ("LogitsProcessorWithLoRA", Class("BaseLayerWithLoRA"), "deriving the plugin's output layer"),
+        (
+            "LogitsProcessorWithLoRA._get_logits",
+            Calls("self.punica_wrapper.add_lora_logits", 5),
+            "leaving an output layer's adapters out where there are none",
+        ),
+        ("LogitsProcessorWithLoRA.set_lora", Takes("(self, index, lora_a, lora_b)"), "knowing which slots it serves"),
+        ("LogitsProcessorWithLoRA.reset_lora", Takes("(self, index)"), "knowing which slots it serves"),
+    ),
+    *_rows(
+        "lora/model_manager.py",
+        ("LoRAModelManager.lora_index_to_id", Set("__init__"), "knowing which slots are in use"),
+    ),
+    *_rows(
+        "lora/worker_manager.py",
+        ("WorkerLoRAManager._adapter_manager", Set("create_lora_manager"), "reaching what knows the slots in use"),
     ),
     *_rows(
         "lora/layers/base.py",
