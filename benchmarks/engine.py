@@ -6,11 +6,12 @@
 Needs vLLM, and this package installed (vLLM finds the plugin by its entry point). Each engine is a process of its own
 with empty caches, so that its start is that of a new machine. Without ``--model`` it is one of Qwen3-8B's shape with
 dummy weights and random adapters. ``base`` has no LoRA, ``vllm`` has it with the plugin off (``vllm_dual``: under
-VLLM_LORA_ENABLE_DUAL_STREAM), ``ours`` has the plugin (``ours_w8a16``: with bf16 activations).
+VLLM_LORA_ENABLE_DUAL_STREAM; ``vllm_torch``: with PyTorch's FP8 product in place of CUTLASS's), ``ours`` has the plugin
+(``ours_w8a16``: with bf16 activations).
 
 A row says what an engine took, and under ``differs`` how far its log-probabilities are from those of ``vllm`` with as
-many slots: of a token that each step is made to choose, in the first step (the prompt's) and in later ones; and the
-share of freely chosen tokens that are the same.
+many slots: of a token that each step is made to choose, in the first step (the prompt's) and in later ones; of freely
+chosen ones until two differ; and the share of freely chosen tokens that are the same.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import sys
 import tempfile
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ SYSTEMS: dict[str, dict[str, str]] = {
     "base": {"EPILORA_VLLM": "off"},
     "vllm": {"EPILORA_VLLM": "off"},
     "vllm_dual": {"EPILORA_VLLM": "off", "VLLM_LORA_ENABLE_DUAL_STREAM": "1"},
+    "vllm_torch": {"EPILORA_VLLM": "off", "VLLM_DISABLED_KERNELS": "CutlassFP8ScaledMMLinearKernel"},
     "ours": {"EPILORA_VLLM": "on"},
     "ours_w8a16": {"EPILORA_VLLM": "on", "EPILORA_VLLM_MODE": "w8a16"},
 }
@@ -104,17 +106,24 @@ def run(system: str, job: dict[str, Any], log: Path) -> dict[str, Any]:
 
 def differs(got: dict[str, list], want: dict[str, list]) -> dict[str, float]:
     """Tell two engines' answers apart: mean and largest difference of log-probabilities, share of equal tokens."""
-    found = {}
-    for name, steps in (("first", slice(1)), ("later", slice(1, None))):
-        pairs = zip(*(_flat([answer[steps] for answer in side["forced"]]) for side in (got, want)), strict=True)
-        apart = [abs(a - b) for a, b in pairs]
-        found |= {f"{name}_mean": round(sum(apart) / len(apart), 5), f"{name}_most": round(max(apart), 4)}
-    same = [a == b for a, b in zip(_flat(got["tokens"]), _flat(want["tokens"]), strict=True)]
-    return found | {"same_tokens": round(sum(same) / len(same), 4)}
+    found: dict[str, float] = {}
+    agreed = [_agreed(a, b) for a, b in zip(got["tokens"], want["tokens"], strict=True)]
+    compared = {
+        "first": ("forced", [slice(1)] * len(agreed)),
+        "later": ("forced", [slice(1, None)] * len(agreed)),
+        "free": ("logprobs", [slice(steps) for steps in agreed]),
+    }
+    for name, (kind, parts) in compared.items():
+        both = zip(got[kind], want[kind], parts, strict=True)
+        apart = [abs(x - y) for a, b, part in both for x, y in zip(a[part], b[part], strict=True)]
+        found |= {f"{name}_mean": round(fmean(apart), 5), f"{name}_most": round(max(apart), 4)} if apart else {}
+    same = [x == y for a, b in zip(got["tokens"], want["tokens"], strict=True) for x, y in zip(a, b, strict=True)]
+    return found | {"same_tokens": round(fmean(same), 4)}
 
 
-def _flat(lists: list[list]) -> list:
-    return [value for values in lists for value in values]
+def _agreed(a: list[int], b: list[int]) -> int:
+    """Steps until two answers differ."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def rows_of(found: dict[tuple[str, int], dict[str, Any]], head: dict[str, Any]) -> list[dict]:
@@ -178,7 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
                 links[-1].symlink_to(adapters[i % len(adapters)].resolve())
             job = {
                 "model": str(model), "quantization": options.quantization or None, "rank": options.rank,
-                "load_format": "auto" if options.model else "dummy", "slots": slots, "adapters": list(map(str, links)),
+                "dummy": options.model is None, "slots": slots, "adapters": list(map(str, links)),
             }  # fmt: skip
             found[system, slots] = run(system, job, options.out.with_suffix(f".{system}-{slots}.log"))
             rows = rows_of(found, {**head, "rank": options.rank})

@@ -1,8 +1,9 @@
 """One vLLM engine in a process of its own, as ``benchmarks.engine`` starts it: ``engine_part JOB.json OUT.json``.
 
-A job names ``model`` (a folder), ``quantization`` (or null), ``load_format``, ``slots`` (0: an engine without LoRA),
-``rank`` and ``adapters`` (PEFT folders, one a slot). The outcome: seconds of the start, tokens that the KV cache holds,
-milliseconds a token of one request and a step of many, launches a step by kernel, and what was answered.
+A job names ``model`` (a folder), ``quantization`` (or null), whether its weights are ``dummy``, ``slots`` (0: an engine
+without LoRA), ``rank`` and ``adapters`` (PEFT folders, one a slot). The outcome: seconds of the start, tokens that the
+KV cache holds, milliseconds a token of one request and a step of many, launches a step by kernel, and what was
+answered: questions by a real model, random tokens by dummy weights.
 """
 
 import json
@@ -19,6 +20,13 @@ MANY = 32
 """Requests at once, each with the next adapter."""
 SCORED, ANSWERED = 64, 16
 """Steps of each answer, and answers."""
+SPREAD = 25.0
+"""vLLM's dummy weights times this are about as large as a trained layer's."""
+QUESTIONS = [
+    f"{ask} {thing}?"
+    for ask in ("What is", "Where would I find", "Why do people like", "How would you describe")
+    for thing in ("honey", "a lighthouse", "the moon", "an old library")
+]
 PROFILED = 8
 
 
@@ -29,9 +37,9 @@ def start(job: dict[str, Any]) -> tuple[Any, float]:
     lora = {"enable_lora": True, "max_loras": job["slots"], "max_cpu_loras": job["slots"], "max_lora_rank": job["rank"]}
     begun = time.perf_counter()
     llm = LLM(
-        job["model"], load_format=job["load_format"], quantization=job["quantization"], skip_tokenizer_init=True,
-        dtype="bfloat16", max_model_len=2048, gpu_memory_utilization=0.85, max_num_seqs=256, disable_log_stats=True,
-        enable_prefix_caching=False, **(lora if job["slots"] else {}),
+        job["model"], load_format="dummy" if job["dummy"] else "auto", quantization=job["quantization"],
+        skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048, gpu_memory_utilization=0.85, max_num_seqs=256,
+        disable_log_stats=True, enable_prefix_caching=False, **(lora if job["slots"] else {}),
     )  # fmt: skip
     return llm, time.perf_counter() - begun
 
@@ -48,6 +56,11 @@ class Engine:
             llm.llm_engine.add_lora(request)
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(10, vocabulary, (MANY, PROMPT), generator=generator).tolist()
+        self.asked = [p[: SCORED * (1 + i % 3)] for i, p in enumerate(self.prompts[:ANSWERED])]
+        if job["dummy"]:
+            llm.apply_model(spread)
+        else:
+            self.asked = questions(job["model"])
 
     def ask(self, prompts: list[list[int]], *, adapters: list[int | None] | None = None, **sampling: Any) -> list[Any]:
         """Answer all prompts as one batch: request i by adapter i of all, or by the one that is said."""
@@ -91,16 +104,44 @@ class Engine:
         """What tells two engines apart, whatever tokens they choose.
 
         ``forced``: log-probabilities of a token that every step is made to choose, the first from the prompt alone;
-        ``tokens``: what is chosen freely. Every fifth request has no adapter.
+        ``tokens`` and ``logprobs``: what is chosen freely. Every fifth request has no adapter.
         """
-        prompts = [p[: SCORED * (1 + i % 3)] for i, p in enumerate(self.prompts[:ANSWERED])]
-        asked = {"adapters": [None if i % 5 == 4 else i for i in range(ANSWERED)], "max_tokens": SCORED, "logprobs": 0}
-        forced = self.ask(prompts, **asked, allowed_token_ids=lambda i: [self.prompts[i][-1]])
-        free = self.ask(prompts, **asked)
-        return {
-            "forced": [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in forced],
-            "tokens": [list(out.outputs[0].token_ids) for out in free],
+        asked: dict[str, Any] = {
+            "adapters": [None if i % 5 == 4 else i for i in range(ANSWERED)],
+            "max_tokens": SCORED,
+            "logprobs": 0,
         }
+        forced = self.ask(self.asked, **asked, allowed_token_ids=lambda i: [self.prompts[i][-1]])
+        free = self.ask(self.asked, **asked)
+        return {
+            "forced": [_logprobs(out) for out in forced],
+            "tokens": [list(out.outputs[0].token_ids) for out in free],
+            "logprobs": [_logprobs(out) for out in free],
+        }
+
+
+def _logprobs(out: Any) -> list[float]:
+    """Of each step's token."""
+    answer = out.outputs[0]
+    return [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+
+
+def spread(model: torch.nn.Module) -> None:
+    """Let dummy weights tell tokens apart: as they are, all logits are alike."""
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data.fill_(1)
+        elif "scale" in name or "embed" in name or "lm_head" in name:
+            weight.data.mul_(SPREAD)
+
+
+def questions(folder: str) -> list[list[int]]:
+    """A model's tokens of what it is asked."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
 
 
 def _own(sampling: dict[str, Any], i: int) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 Every figure of the page is read from a JSON under benchmarks/results; a test compares the page with what this writes.
 ``layer_*.json`` and ``decode_*.json`` are of ``benchmarks.layer``, the latter with the decode path's columns;
 ``tenants.json``, ``large.json``, ``choices.json``, ``overhead.json``, ``exposure.json``, ``profile.json`` and
-``host.json`` are of the benchmarks of those names. A file that is not there leaves its section out. Drawing the figures
-takes matplotlib.
+``host.json`` are of the benchmarks of those names, ``engine_*.json`` of ``benchmarks.engine``. A file that is not there
+leaves its section out. Drawing the figures takes matplotlib.
 """
 
 import argparse
 from pathlib import Path
 
-from benchmarks import figure, report_decode, report_tenants
+from benchmarks import figure, report_decode, report_engine, report_tenants
 from benchmarks.tables import markdown, read, source
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +84,9 @@ def table(path: Path) -> str:
 def page(results: Path = RESULTS) -> str:
     """The whole page, for the result files that are there."""
     layers = [table(path) for path in sorted(results.glob("layer_*.json"))]
-    rest = [*report_tenants.sections(results), *report_decode.sections(results)]
+    rest = [
+        *report_tenants.sections(results), *report_decode.sections(results), *report_engine.sections(results),
+    ]  # fmt: skip
     return "\n\n".join([INTRO.rstrip(), *layers, *rest]) + "\n"
 
 
