@@ -56,6 +56,19 @@ def test_a_kept_plan_is_followed_at_once_by_its_bucket_alone() -> None:
     assert choose(P, "NVIDIA H100") == make_plan(P)
 
 
+def test_codes_and_one_scale_are_served_by_what_was_measured_without_until_they_are_measured() -> None:
+    tensor, coded = replace(P, layout="tensor"), replace(P, layout="tensor", codes=True)
+    keep(GPU, HOPPER, {KEY: Measured(SLOW, 10.0, 12.0, True)})
+    for problem in (tensor, coded, replace(P, codes=True)):
+        assert bare_of_reason(choose(problem, GPU)) == bare_of_reason(SLOW)
+    other = through(tensor, "hybrid", "decode")
+    keep(GPU, HOPPER, {key_of(tensor): Measured(other, 10.0, 12.0, True)})
+    assert choose(tensor, GPU).base == choose(coded, GPU).base == "decode" != choose(P, GPU).base
+    keep(GPU, HOPPER, {key_of(coded): Measured(through(coded, "hybrid", "vendor"), 10.0, 12.0, True)})
+    assert choose(coded, GPU).base == "vendor" and choose(tensor, GPU).base == "decode"
+    assert choose(replace(P, layout="block", codes=True), GPU) == make_plan(replace(P, layout="block", codes=True))
+
+
 def test_what_was_kept_before_stays() -> None:
     more = key_of(replace(P, m=256))
     keep(GPU, HOPPER, {KEY: Measured(SLOW, 10.0, 12.0, True)})

@@ -44,7 +44,13 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict:
 
 @pytest.mark.parametrize(
     "problem",
-    [Problem(8, 48, 32, 8, 2, 3), Problem(128, 144, 256, 16, 2, 3), Problem(16, 48, 32, compute="w8a16")],
+    [
+        Problem(8, 48, 32, 8, 2, 3),
+        Problem(128, 144, 256, 16, 2, 3),
+        Problem(16, 48, 32, compute="w8a16"),
+        Problem(8, 48, 32, 8, 2, 3, codes=True),
+        Problem(8, 256, 128, layout="block", codes=True),
+    ],
 )
 def test_all_paths_compute_the_same(problem: Problem, caplog: pytest.LogCaptureFixture) -> None:
     widths = [problem.n - 16, 16] if problem.slices == 2 else [problem.n]
@@ -70,6 +76,14 @@ def test_what_is_wrong_or_raises_is_left_out(monkeypatch: pytest.MonkeyPatch, ca
     assert "its output is another" in caplog.text and "out of resources" in caplog.text
     with pytest.raises(RuntimeError, match="the rules' plan does not run: out of resources"):
         trial.right(plans[2:])
+
+
+def test_codes_are_those_of_the_operands() -> None:
+    for layout, by in (("channel", "token"), ("block", "group")):
+        call = Trial(Problem(3, 256, 128, layout=layout, codes=True), [256], CPU).calls[0]
+        codes, scale = getattr(torch.ops.epilora, f"quantize_fp8_{by}")(call.x)
+        assert torch.equal(call.x_codes.float(), codes.float()) and torch.equal(call.x_scale, scale)
+        assert dispatch._problem(call).codes and not dispatch._problem(call._replace(x_codes=None)).codes
 
 
 def test_every_adapter_has_rows_and_every_copy_is_called() -> None:

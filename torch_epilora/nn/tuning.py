@@ -40,13 +40,14 @@ class Size:
 
 
 def sizes(
-    projections: Iterable[tuple[Problem, tuple[int, ...]]], tokens: Iterable[int], graph_tokens: int
+    projections: Iterable[tuple[Problem, tuple[int, ...]]], tokens: Iterable[int], graph_tokens: float
 ) -> list[Size]:
     """List what to time: each projection at each bucket of tokens, with all its slots and as the bare base.
 
     ``projections`` are problems of any token count, with the widths of their slices.
     """
     found: dict[Key, Size] = {}
+    projections = list(projections)
     for m in sorted({next_power_of_2(m) for m in tokens}):
         for problem, widths in projections:
             bare = replace(problem, m=m, rank=0, slices=1, groups=1)
@@ -115,10 +116,40 @@ def tune(
     why = unsupported(capability)
     if why is not None:
         raise ValueError(f"model: expected one on a GPU that runs the kernels, got {gpu}: {why}.")
+    return tune_projections(
+        _projections(model, capability), device, tokens=counts, graph_tokens=graph_tokens, seconds=seconds,
+        progress=progress,
+    )  # fmt: skip
+
+
+def tune_projections(
+    projections: Iterable[tuple[Problem, tuple[int, ...]]],
+    device: torch.device,
+    *,
+    tokens: Iterable[int],
+    graph_tokens: float,
+    seconds: float = SECONDS,
+    progress: Progress | None = None,
+) -> int:
+    """Do what :func:`tune` does, for projections on a GPU that runs the kernels.
+
+    ``projections`` are problems of any token count, with the widths of their slices.
+
+    Returns
+    -------
+    int
+        Sizes that were timed.
+
+    Raises
+    ------
+    OSError
+        If the table cannot be written; nothing changes then.
+    """
+    capability, gpu = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     known = choice.table(gpu)
     todo = [
         size
-        for size in sizes(_projections(model, capability), counts, graph_tokens)
+        for size in sizes(projections, tokens, graph_tokens)
         if size.key not in known or known[size.key].graph != size.graph
     ]
     found: dict[Key, Measured] = {}

@@ -22,7 +22,7 @@ import torch
 from torch_epilora.ops import candidates, tables
 from torch_epilora.ops.plan import Plan, Problem, bucketed, make_plan, through
 from torch_epilora.ops.switches import CACHE, tune_mode
-from torch_epilora.ops.tables import Key, Measured, key_of
+from torch_epilora.ops.tables import Key, Measured, key_of, near
 
 logger = logging.getLogger("torch_epilora")
 
@@ -57,7 +57,8 @@ def choose(problem: Problem, gpu: str) -> Plan:
 @lru_cache(maxsize=4096)
 def _choose(problem: Problem, gpu: str, measured: bool, tables_of: int) -> Plan:
     rules = make_plan(problem)
-    found = _table(gpu, tables_of).get(key_of(problem)) if measured else None
+    plans = _table(gpu, tables_of) if measured else {}
+    found = next((plans[key] for key in near(key_of(problem)) if key in plans), None)
     if found is None:
         return rules
     # kernels that the plan does not use keep the rules' tiles: those of the key's problem may not run this one

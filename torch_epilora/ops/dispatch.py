@@ -44,7 +44,8 @@ def _problem(call: Call) -> Problem:
     rank, slices = (call.a[0].shape[1], len(call.a)) if lora else (0, 1)
     # as many as with an entry for the bare base, which metadata may leave out
     groups = call.ids.shape[0] + (call.ids.shape[0] <= call.a[0].shape[0]) if lora else 1
-    return Problem(m, n, k, rank, slices, groups, call.layout, call.compute, call.x.dtype, _capability(call.x.device))
+    kind = call.layout, call.compute, call.x.dtype, _capability(call.x.device), call.x_codes is not None
+    return Problem(m, n, k, rank, slices, groups, *kind)
 
 
 def plan_of(*arguments) -> Plan:

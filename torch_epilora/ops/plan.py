@@ -54,6 +54,8 @@ class Problem:
         Of the activations.
     capability : tuple of int
         Compute capability of the GPU.
+    codes : bool
+        Whether the activations' codes are handed in.
     """
 
     m: int
@@ -66,6 +68,7 @@ class Problem:
     compute: str = "w8a8"
     dtype: torch.dtype = torch.bfloat16
     capability: tuple[int, int] = (9, 0)
+    codes: bool = False
 
 
 @dataclass(frozen=True)

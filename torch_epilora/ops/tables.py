@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class Key:
         Outputs, inputs, rank of the slots, output slices.
     layout, compute, dtype : str
         As in :class:`Problem`.
+    codes : bool
+        Likewise.
     """
 
     tokens: int
@@ -50,6 +52,7 @@ class Key:
     layout: str
     compute: str
     dtype: str
+    codes: bool
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,25 @@ def key_of(problem: Problem) -> Key:
         tokens=next_power_of_2(max(problem.m, 1)),
         adapters=next_power_of_2(adapters) if adapters else 0,
         n=problem.n, k=problem.k, rank=problem.rank, slices=problem.slices, layout=problem.layout,
-        compute=problem.compute, dtype=str(problem.dtype).removeprefix("torch."),
+        compute=problem.compute, dtype=str(problem.dtype).removeprefix("torch."), codes=problem.codes,
     )  # fmt: skip
+
+
+def near(key: Key) -> Iterator[Key]:
+    """List a key and those whose plans serve it where it was not measured: with codes made, and scales of channels.
+
+    The kernels are the same, but for a quantizer before them and for reading one scale in place of many.
+    """
+    for layout in dict.fromkeys((key.layout, "channel" if key.layout == "tensor" else key.layout)):
+        for codes in dict.fromkeys((key.codes, False)):
+            yield replace(key, layout=layout, codes=codes)
 
 
 def problem_of(key: Key, capability: tuple[int, int]) -> Problem:
     """Make the problem that a key stands for on a GPU of this compute capability: the largest of its buckets."""
     return Problem(
         key.tokens, key.n, key.k, key.rank, key.slices, key.adapters + 1, key.layout, key.compute,
-        getattr(torch, key.dtype), capability,
+        getattr(torch, key.dtype), capability, key.codes,
     )  # fmt: skip
 
 

@@ -74,9 +74,13 @@ class Trial:
         blocks = (-(-p.n // BLOCK), -(-p.k // BLOCK))
         shape = {"tensor": (1,), "channel": (p.n, 1), "block": blocks}[p.layout]
         scale, x = torch.ones(shape, dtype=torch.float32, device=device), random(p.m, p.k)
+        x_codes, x_scale = None, None
+        if p.codes:
+            by = "group" if p.layout == "block" else "token"
+            x_codes, x_scale = getattr(torch.ops.epilora, f"quantize_fp8_{by}")(x)
         copies = min(max(2, -(-ROTATED_BYTES // weight.numel())), MOST_COPIES)
         self.calls = [
-            Call(x, None, None, copy, scale, None, a, b, [], rank, scaling, *groups, p.compute)
+            Call(x, x_codes, x_scale, copy, scale, None, a, b, [], rank, scaling, *groups, p.compute)
             for copy in (weight, *(weight.clone() for _ in range(copies - 1)))
         ]  # fmt: skip
 

@@ -69,6 +69,7 @@ def build(load: Callable[[], nn.Module], vllm_config: Any) -> nn.Module:
     from torch_epilora.integrations.vllm.ahead import compile_ahead
     from torch_epilora.integrations.vllm.head import Head
     from torch_epilora.integrations.vllm.layers import classes
+    from torch_epilora.integrations.vllm.plans import time_plans
 
     settings = read_settings(vllm_config.additional_config)
     if not settings.enabled:
@@ -87,7 +88,9 @@ def build(load: Callable[[], nn.Module], vllm_config: Any) -> nn.Module:
         utils._all_lora_classes, utils.LogitsProcessorWithLoRA = originals
     report(model, list(refused))
     if current_platform.is_cuda():
-        compile_ahead(model, vllm_config.scheduler_config.max_num_batched_tokens)
+        most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        time_plans(model, vllm_config.compilation_config.cudagraph_capture_sizes or (), most_tokens)
+        compile_ahead(model, most_tokens)
     return model
 
 
