@@ -23,6 +23,16 @@ MOST_TOKENS = 2048
 MOST_THREADS = 8
 
 
+def threads_of(device: torch.device, count: int) -> ThreadPoolExecutor:
+    """Start threads whose current device is an engine's.
+
+    They have no memory pool of vLLM's, whose memory its sleep takes: what kernels keep must outlive that.
+    """
+    if device.type == "cuda":
+        return ThreadPoolExecutor(count, initializer=torch.cuda.set_device, initargs=(device,))
+    return ThreadPoolExecutor(count)
+
+
 def compile_ahead(model: nn.Module, most_tokens: int) -> int:
     """Compile what each kind of our layers launches for each bucket of batches, with adapters and without.
 
@@ -41,14 +51,16 @@ def compile_ahead(model: nn.Module, most_tokens: int) -> int:
         Batches that were compiled for, all kinds of layers counted.
     """
     kinds: dict[tuple, Any] = {layer.kind(): layer for layer in model.modules() if isinstance(layer, Rows)}
+    if not kinds:
+        return 0
     most = min(most_tokens, MOST_TOKENS)
     tokens = sorted({min(1 << i, most) for i in range(most.bit_length() + 1)})
     jobs = [(layer, m, bare) for m in tokens for layer in kinds.values() for bare in (False, True)]
     begun = time.monotonic()
-    # threads have no memory pool of vLLM's: what the kernels keep outlives its sleep
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+    device = jobs[0][0].lora_a_stacked[0].device
+    with threads_of(device, min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         # one before the others: Triton's driver is found once
-        done = [threads.submit(_compile, *job).result() for job in jobs[:1]]
+        done = [threads.submit(_compile, *jobs[0]).result()]
         done += threads.map(lambda job: _compile(*job), jobs[1:])
     errors = [error for error in done if error is not None]
     if torch.cuda.is_initialized():
@@ -69,6 +81,6 @@ def _compile(layer: Any, m: int, bare: bool) -> str | None:
     try:
         with compiling_only():
             layer.rehearse(m, (rows, nobody, nobody, nobody, torch.tensor([bare])))
-    except RuntimeError as error:
+    except Exception as error:  # whatever a compiler raises: without it the first batch compiles
         return f"{type(layer).__name__}, {m} tokens: {str(error)[:200]}"
     return None

@@ -2,12 +2,12 @@
 
 import logging
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_epilora.integrations.vllm.ahead import threads_of
 from torch_epilora.integrations.vllm.bases import weights
 from torch_epilora.integrations.vllm.layers import InTheEpilogue
 from torch_epilora.nn.tuning import tune_projections
@@ -47,8 +47,7 @@ def time_plans(model: nn.Module, captured: Iterable[int], most_tokens: int) -> i
     tokens = {*captured, *(1 << i for i in range(most_tokens.bit_length())), most_tokens}
     device = layers[0].lora_a_stacked[0].device
     projections = dict.fromkeys(_projection(layer) for layer in layers)
-    # a thread has no memory pool of vLLM's, whose memory its sleep takes
-    with ThreadPoolExecutor(1) as thread:
+    with threads_of(device, 1) as thread:
         try:
             done = thread.submit(
                 tune_projections, projections, device, tokens=tokens, graph_tokens=max(captured, default=0)
