@@ -26,6 +26,7 @@ def layer(kind: type, *, k: int = K, n: int = N) -> nn.Module:
     nn.Module.__init__(made)
     made.base_layer = base(weight=torch.zeros(n, k).to(torch.float8_e4m3fn).t(), scales=n)
     made.lora_a_stacked = (torch.zeros(SLOTS, 1, RANK, k, dtype=torch.bfloat16),)
+    made._ranks = torch.zeros(1, SLOTS, dtype=torch.int32)
     made.lora_b_stacked = (torch.zeros(SLOTS, 1, n, RANK, dtype=torch.bfloat16),)
     return made
 

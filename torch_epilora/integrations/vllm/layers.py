@@ -34,9 +34,31 @@ class Rows:
     lora_b_stacked: tuple[Tensor, ...]
     punica_wrapper: Any
 
-    def _adapters(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], None, None]:
-        """View A as [slots, R, K], B as [slots, N_i, R]; past a rank vLLM has zeros, and scaling is folded into B."""
-        return [a[:, 0] for a in self.lora_a_stacked], [b[:, 0] for b in self.lora_b_stacked], [], None, None
+    def create_lora_weights(self, max_loras: int, *more: Any, **named: Any) -> None:
+        """Make the slots, and what says how much of each is used; past that vLLM has zeros, which are not read."""
+        super().create_lora_weights(max_loras, *more, **named)  # type: ignore[misc]
+        a = self.lora_a_stacked
+        self._ranks = torch.zeros(len(a), max_loras, dtype=torch.int32, device=a[0].device)
+
+    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+        """Put an adapter into a slot; a slice that it does not have is left as the base."""
+        super().set_lora(index, lora_a, lora_b)  # type: ignore[misc]
+        slices = len(self._ranks)
+        parts = lora_a if isinstance(lora_a, list) else [lora_a] * slices
+        ranks = [0 if part is None else part.shape[0] for part in parts]
+        if len(ranks) != slices:  # one part for several slices
+            ranks = [max(ranks)] * slices
+        for row, rank in zip(self._ranks, ranks, strict=True):
+            row[index] = rank  # a fill, which waits for nothing
+
+    def reset_lora(self, index: int) -> None:
+        """Empty a slot."""
+        super().reset_lora(index)  # type: ignore[misc]
+        self._ranks[:, index] = 0
+
+    def _adapters(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor, None]:
+        """View A as [slots, R, K], B as [slots, N_i, R], and ranks [slices, slots]; scaling is folded into B."""
+        return [a[:, 0] for a in self.lora_a_stacked], [b[:, 0] for b in self.lora_b_stacked], [], self._ranks, None
 
     def _groups(self, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Which rows use which slot.

@@ -163,6 +163,7 @@ ROWS: tuple[Row, ...] = (
             Takes("(self, index, lora_a, lora_b)"),
             "copying adapters into slots",
         ),
+        ("BaseLinearLayerWithLoRA.set_lora", Calls("self.reset_lora", 1), "knowing the ranks that slots hold"),
         ("BaseLinearLayerWithLoRA.reset_lora", Takes("(self, index)"), "emptying slots"),
         ("BaseLinearLayerWithLoRA.base_layer", Set("__init__"), "reaching weights and scales"),
         ("BaseLinearLayerWithLoRA.lora_a_stacked", Set(_CREATE), "A of every slot, the operator's argument"),
