@@ -12,15 +12,16 @@ of 32 requests that take the adapters in turn, medians; the seconds from `LLM(..
 tokens that the KV cache holds. *Base* is vLLM without LoRA, and ratios are to rows of the same file. Launches are those
 of a step of one request, as `torch.profiler` counts them. qwen3-8b has dummy weights and random adapters, under vLLM's
 `fp8` (scales per tensor); SmolLM2-135M is a checkpoint that this library wrote (scales per channel), with the adapters
-of the demo."""
+of the demo. *Same again* is whether the same requests got the same bits twice; a file whose engines all answered alike,
+as dummy weights had it at commit 33ae326, does not tell. Each start was measured once. A system that a file's command
+names and that has no row was cut off by the time limit of its run."""
 
 APART = """### What engines answer
 
 How far log-probabilities are from those of vLLM's LoRA, mean and most: of a token that each step is made to choose, in
-the first step and in later ones, and of freely chosen ones until two differ; and the share of equal tokens. The same
-request asked again gives the same bits with the plugin; vLLM's kernels add up with atomics. Prompts are questions, but
-random tokens at commit 33ae326; after those, right implementations of one model are that far apart (the log in
-`benchmarks/NOTES.md`)."""
+the first step and in later ones, and of freely chosen ones until two differ; and the share of equal tokens. Prompts
+are questions, but random tokens at commit 33ae326; after those, right implementations of one model are that far apart
+(the log in `benchmarks/NOTES.md`)."""
 
 NAMES = {
     "base": "base",
@@ -58,7 +59,7 @@ def engines(rows: list[dict]) -> str:
     heading = ["model", "slots", "engine", "ms a token", "/ base", "/ vLLM LoRA", "ms a step of 32", "32 / base",
                "32 / vLLM LoRA", "start, s", "KV tokens", "KV / vLLM LoRA", "our launches", "vLLM's LoRA launches",
                "same again"]  # fmt: skip
-    table = []
+    table, told = [], any(row.get("differs", {}).get("later_most") for row in rows)
     for row in (row for row in rows if "error" not in row):
         slots = row["slots"]
         one, many = (time_of(rows, row["system"], slots, kind) for kind in ("one_ms", "many_ms"))
@@ -71,7 +72,7 @@ def engines(rows: list[dict]) -> str:
         table.append(
             [row["model"], str(slots), NAMES[row["system"]], cell(one, 2), *ratios[:2], cell(many, 2), *ratios[2:],
              f"{row['start_s']:.0f}", str(row["kv_tokens"]), over(row["kv_tokens"], held[0] if held else None),
-             launches(row, OURS), launches(row, VLLMS), "yes" if row["same_again"] else "no"]
+             launches(row, OURS), launches(row, VLLMS), "-" if not told else "yes" if row["same_again"] else "no"]
         )  # fmt: skip
     return measured(heading, table)
 

@@ -109,7 +109,7 @@ def test_it_stops_when_the_time_is_up_and_goes_on_the_next_time(
     assert seen == [(0, 2), (1, 2), (2, 2)]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError, Exception])
 def test_a_size_that_does_not_run_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type
 ) -> None:

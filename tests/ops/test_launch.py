@@ -86,6 +86,9 @@ def test_a_thread_that_only_compiles_launches_nothing_and_keeps_nothing(kernel: 
         one._on(2, given)
         assert kernel.compiled == [((*given, 3, (5, 6)), {"grid": (3, 2), "SPLIT": 8, "BM": 7, "num_warps": 4})]
         assert launch.stream_for(0, [16, 32]) is None, "launches by address would follow"
+        with compiling_only():
+            pass
+        assert launch.stream_for(0, [16, 32]) is None
         other = threading.Thread(target=one._on, args=(2, given))
         other.start()
         other.join()

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from tests.cases import sqnr
 from tests.ops.interpreter import repaired  # noqa: F401
 from torch_epilora.ops import dispatch
 from torch_epilora.ops import trial as trial_module
 from torch_epilora.ops.candidates import routes
 from torch_epilora.ops.checks import Call, check_call
+from torch_epilora.ops.compiling import compiling_only
 from torch_epilora.ops.plan import Plan, Problem, make_plan
 from torch_epilora.ops.tables import Measured
 from torch_epilora.ops.trial import Trial
@@ -76,6 +78,18 @@ def test_what_is_wrong_or_raises_is_left_out(monkeypatch: pytest.MonkeyPatch, ca
     assert "its output is another" in caplog.text and "out of resources" in caplog.text
     with pytest.raises(RuntimeError, match="the rules' plan does not run: out of resources"):
         trial.right(plans[2:])
+
+
+def test_what_is_prepared_by_a_thread_that_only_compiles_multiplies_later() -> None:
+    problem = Problem(16, 48, 32, 8, 2, 3)
+    call = Trial(problem, [32, 16], CPU).calls[0]
+    vendor = next(plan for plan in routes(problem) if plan.base == "vendor")
+    other = next(plan for plan in routes(problem) if plan.base == "own")
+    with compiling_only():
+        run = dispatch.prepare(call, vendor)
+        assert run(call).shape == (16, 48)
+    check_call(call)
+    assert sqnr(run(call), dispatch.prepare(call, other)(call)) > 40
 
 
 def test_codes_are_those_of_the_operands() -> None:

@@ -130,10 +130,12 @@ def tune_projections(
     graph_tokens: float,
     seconds: float = SECONDS,
     progress: Progress | None = None,
+    how: str = "call torch_epilora.tune(model, seconds=...).",
 ) -> int:
     """Do what :func:`tune` does, for projections on a GPU that runs the kernels.
 
-    ``projections`` are problems of any token count, with the widths of their slices.
+    ``projections`` are problems of any token count, with the widths of their slices; ``how`` says how to time what
+    there was no time for.
 
     Returns
     -------
@@ -162,14 +164,14 @@ def tune_projections(
             # nor is one begun that would not end in time: where kernels are compiled, one takes seconds
             if begun + longest >= end:
                 logger.warning(
-                    "%d of %d sizes were timed in %g s, the rest keep the rules' plans. Call torch_epilora.tune(model, "
-                    "seconds=...) to time them too.", done, len(todo), seconds,
+                    "%d of %d sizes were timed in %g s, the rest keep the rules' plans until they are timed: %s",
+                    done, len(todo), seconds, how,
                 )  # fmt: skip
                 break
             try:
                 trial = Trial(problem_of(size.key, capability), size.widths, device)
                 found[size.key] = trial.fastest(graph=size.graph)
-            except RuntimeError as error:  # no memory for it, or a kernel that does not run
+            except Exception as error:  # no memory for it, or whatever a compiler or driver raises
                 logger.warning("%s keeps the rules' plan: %s", size.key, str(error)[:300])
             longest = max(longest, time.monotonic() - begun)
     finally:

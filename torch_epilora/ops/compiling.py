@@ -14,16 +14,16 @@ _thread = _Thread()
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Within it this thread's operators compile their kernels and launch none, so their outputs are undefined.
+    """Within it this thread's operators compile their kernels and multiply nothing, so their outputs are undefined.
 
     Several threads can so compile at a time. They could not launch: Triton's first launch of a kernel takes what
     another thread's has just put into a module that both share.
     """
-    _thread.compiles_only = True
+    before, _thread.compiles_only = _thread.compiles_only, True
     try:
         yield
     finally:
-        _thread.compiles_only = False
+        _thread.compiles_only = before
 
 
 def compiles_only() -> bool:

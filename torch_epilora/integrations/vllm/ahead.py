@@ -18,8 +18,8 @@ from torch_epilora.ops.compiling import compiling_only
 
 logger = logging.getLogger("vllm.torch_epilora")
 
-MOST_TOKENS = 2048
-"""Larger batches take no other kernels, and memory."""
+MOST_TOKENS = 8192
+"""Larger batches take no other kernels, but for layers of a few hundred outputs; they would take memory."""
 MOST_THREADS = 8
 
 
@@ -58,7 +58,7 @@ def compile_ahead(model: nn.Module, most_tokens: int) -> int:
     jobs = [(layer, m, bare) for m in tokens for layer in kinds.values() for bare in (False, True)]
     begun = time.monotonic()
     device = jobs[0][0].lora_a_stacked[0].device
-    with threads_of(device, min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+    with threads_of(device, min(MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
         # one before the others: Triton's driver is found once
         done = [threads.submit(_compile, *jobs[0]).result()]
         done += threads.map(lambda job: _compile(*job), jobs[1:])
@@ -76,9 +76,9 @@ def compile_ahead(model: nn.Module, most_tokens: int) -> int:
 def _compile(layer: Any, m: int, bare: bool) -> str | None:
     """Have a layer meet m rows of which none has an adapter, though only ``bare`` says so; return what went wrong."""
     a = layer.lora_a_stacked[0]
-    rows, groups = torch.arange(m, dtype=torch.int32, device=a.device), a.shape[0] + 1
-    nobody = torch.full((groups,), -1, dtype=torch.int32, device=a.device)
     try:
+        rows, groups = torch.arange(m, dtype=torch.int32, device=a.device), a.shape[0] + 1
+        nobody = torch.full((groups,), -1, dtype=torch.int32, device=a.device)
         with compiling_only():
             layer.rehearse(m, (rows, nobody, nobody, nobody, torch.tensor([bare])))
     except Exception as error:  # whatever a compiler raises: without it the first batch compiles

@@ -46,7 +46,7 @@ def install() -> None:
     @wraps(original)
     def load_lora_model(self: Any, model: nn.Module, vllm_config: Any, device: torch.device) -> nn.Module:
         built = build(lambda: original(self, model, vllm_config, device), vllm_config)
-        tell_heads(built, self.lora_manager._adapter_manager)
+        tell_heads(built, getattr(self.lora_manager, "_adapter_manager", None))
         return built
 
     @wraps(hash_of)

@@ -11,11 +11,15 @@ from torch_epilora.integrations.vllm.ahead import threads_of
 from torch_epilora.integrations.vllm.bases import weights
 from torch_epilora.integrations.vllm.layers import InTheEpilogue
 from torch_epilora.nn.tuning import tune_projections
+from torch_epilora.ops.arithmetic import next_power_of_2
 from torch_epilora.ops.checks import scale_layout
 from torch_epilora.ops.plan import Problem
 from torch_epilora.ops.switches import TUNE, tune_mode
 
 logger = logging.getLogger("vllm.torch_epilora")
+
+
+_HOW = "the next start goes on."
 
 
 def time_plans(model: nn.Module, captured: Iterable[int], most_tokens: int) -> int:
@@ -43,20 +47,22 @@ def time_plans(model: nn.Module, captured: Iterable[int], most_tokens: int) -> i
     layers = [layer for layer in modules if isinstance(layer, InTheEpilogue)]
     if tune_mode() != "full" or not layers:
         return 0
-    captured = list(captured)
+    captured, done = list(captured), 0
     tokens = {*captured, *(1 << i for i in range(most_tokens.bit_length())), most_tokens}
+    graph_tokens = next_power_of_2(max(captured)) if captured else 0  # of a bucket of which a part is captured
     device = layers[0].lora_a_stacked[0].device
-    projections = dict.fromkeys(_projection(layer) for layer in layers)
-    with threads_of(device, 1) as thread:
-        try:
+    try:
+        projections = dict.fromkeys(_projection(layer) for layer in layers)
+        with threads_of(device, 1) as thread:
             done = thread.submit(
-                tune_projections, projections, device, tokens=tokens, graph_tokens=max(captured, default=0)
+                tune_projections, projections, device, tokens=tokens, graph_tokens=graph_tokens, how=_HOW
             ).result()
-        except (OSError, RuntimeError) as error:
-            logger.warning("%s=full: plans were not measured: %s", TUNE, error)
-            done = 0
+    except Exception as error:
+        logger.warning("%s=full: plans were not measured: %s", TUNE, error)
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # vLLM measures next how much there is
+        # vLLM measures next how much there is
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
     logger.info("Plans of %d sizes were timed.", done)
     return done
 
