@@ -38,6 +38,28 @@ def from_layer(layer, max_loras, lora_config, packed_modules_list, model_config=
             made = one(layer)
             made.create_lora_weights(max_loras, lora_config, model_config)
             return made
+def from_layer_logits_processor(layer, lm_head):
+    return LogitsProcessorWithLoRA(layer, lm_head.embedding_dim)
+""",
+    "lora/layers/logits_processor.py": """
+class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
+    def set_lora(self, index: int, lora_a: Tensor, lora_b: Tensor): ...
+    def reset_lora(self, index: int): ...
+    def _get_logits(self, hidden_states, lm_head, embedding_bias=None):
+        logits = self.base_layer._apply_head(lm_head, hidden_states, embedding_bias)
+        return self.punica_wrapper.add_lora_logits(
+            logits, hidden_states, self.lora_a_stacked, self.lora_b_stacked, 1.0
+        )
+""",
+    "lora/model_manager.py": """
+class LoRAModelManager:
+    def __init__(self, model):
+        self.lora_index_to_id: list[int | None] = [None] * self.lora_slots
+""",
+    "lora/worker_manager.py": """
+class WorkerLoRAManager:
+    def create_lora_manager(self, model, vllm_config):
+        self._adapter_manager = create_lora_manager(model)
 """,
     "lora/layers/base.py": """
 class BaseLayerWithLoRA(nn.Module):
@@ -56,7 +78,8 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         self.lora_b_stacked = tuple(range(max_loras))
         self.output_slices = (1,)
     def reset_lora(self, index: int): ...
-    def set_lora(self, index: int, lora_a: Tensor, lora_b: Tensor): ...
+    def set_lora(self, index: int, lora_a: Tensor, lora_b: Tensor):
+        self.reset_lora(index)
     def _get_quant_method(self): ...
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
     def _apply_sync(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
@@ -132,9 +155,14 @@ class LoRAModelRunnerMixin:
 class VllmConfig:
     lora_config: LoRAConfig | None = None
     compilation_config: CompilationConfig = Field(default_factory=CompilationConfig)
+    scheduler_config: SchedulerConfig = Field(default_factory=SchedulerConfig)
     additional_config: dict = Field(default_factory=dict)
     def compute_hash(self, include_version: bool = True) -> str:
         return str(self.additional_config)
+""",
+    "config/scheduler.py": """
+class SchedulerConfig:
+    max_num_batched_tokens: int = 2048
 """,
     "config/lora.py": """
 class LoRAConfig:
