@@ -24,6 +24,7 @@ class Head(LogitsProcessorWithLoRA):
     ``manager`` knows which slots are in use: vLLM does not empty one that an adapter leaves.
     """
 
+    served_by = "vLLM's LogitsProcessorWithLoRA"
     manager: Any = None
     punica_wrapper: Any
     _adapted: frozenset[int] = frozenset()
