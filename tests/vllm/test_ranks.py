@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_epilora.integrations.vllm.layers import InTheEpilogue
+from torch_epilora.integrations.vllm.layers import AfterTheBase, InTheEpilogue
 
 SLOTS, R, K, N = 3, 8, 16, 12
 
@@ -57,3 +57,16 @@ def test_one_part_for_several_slices_has_the_rank_of_all(layer):
     layer.set_lora(0, a, b)
     layer.set_lora(1, [a], [b])
     assert layer._ranks.tolist() == [[4, 4, 0], [4, 4, 0]]
+
+
+def test_activations_whose_columns_lie_apart_are_put_in_order(monkeypatch):
+    """Mamba layers hand on what they transposed."""
+    seen = []
+    monkeypatch.setattr(torch.ops.epilora, "lora_add_", lambda y, x, *rest: seen.append(x))
+    x = torch.arange(2.0 * K).reshape(K, 2).t()
+    after = type("After", (AfterTheBase, Original), {})()
+    after.create_lora_weights(SLOTS, None)
+    monkeypatch.setattr(type(after), "_groups", lambda self, m: ())
+    after._apply_lora_to_output(x, torch.zeros(2, 2 * N))
+    (rows,) = seen
+    assert rows.stride(-1) == 1 and torch.equal(rows, x)

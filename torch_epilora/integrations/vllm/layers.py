@@ -77,6 +77,12 @@ class Rows:
         groups = torch.ops.epilora.adapter_groups(slots, m, self.lora_a_stacked[0].shape[0])
         return *groups, (slots < 0).all().reshape(1)
 
+    @staticmethod
+    def _rows(x: Tensor) -> Tensor:
+        """View x as [M, K], copied where its columns are apart: Mamba layers hand on what they transposed."""
+        rows = x.reshape(-1, x.shape[-1])
+        return rows if rows.stride(-1) == 1 else rows.contiguous()
+
     def kind(self) -> tuple:
         """Say what its kernels depend on beside a batch; layers of one kind share them."""
         slots = [(t.shape, t.dtype) for t in (*self.lora_a_stacked, *self.lora_b_stacked)]
@@ -94,7 +100,7 @@ class InTheEpilogue(Rows):
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the layer's output [.., N] of x [.., K], adapters and bias in it."""
         layer: nn.Module = self.base_layer  # type: ignore[attr-defined]
-        rows = x.reshape(-1, x.shape[-1])
+        rows = self._rows(x)
         x_codes, x_scale = codes(layer, rows) if self.mode == "w8a8" else (None, None)
         y = self._linear(rows, x_codes, x_scale, bias, self._groups(rows.shape[0]))
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -124,7 +130,7 @@ class AfterTheBase(Rows):
     def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor:
         if output.dtype != x.dtype:  # a gate that gives fp32
             return super()._apply_lora_to_output(x, output)  # type: ignore[misc]
-        rows = x.reshape(-1, x.shape[-1])
+        rows = self._rows(x)
         y = output.view(-1, output.shape[-1])
         self._add(y, rows, self._groups(rows.shape[0]))
         return output
