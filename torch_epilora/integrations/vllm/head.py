@@ -40,7 +40,7 @@ class Head(LogitsProcessorWithLoRA):
         self._adapted -= {index}
 
     def _idle(self) -> bool:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return False  # what is captured serves adapters that are loaded later
         return self.manager is not None and all(self.manager.lora_index_to_id[index] is None for index in self._adapted)
 

@@ -18,7 +18,6 @@ from torch_epilora.ops.switches import TUNE, tune_mode
 
 logger = logging.getLogger("vllm.torch_epilora")
 
-
 _HOW = "the next start goes on."
 
 
