@@ -25,8 +25,10 @@ from torch_epilora.ops.checks import Call, Groups
 from torch_epilora.ops.plan import SHARED_BYTES, Plan, Problem, bare, make_plan, refusal, shared_bytes, through
 from torch_epilora.ops.triton import pdl
 from torch_epilora.ops.triton import quantize as q
+from torch_epilora.ops.triton.dequantize import dequantize
 from torch_epilora.ops.triton.expand import expand_add, prepare_expand
 from torch_epilora.ops.triton.linear import linear
+from torch_epilora.ops.triton.outer import outer
 from torch_epilora.ops.triton.shrink import prepare_shrink
 from torch_epilora.ops.triton.tma import prepare_tma
 
@@ -187,6 +189,21 @@ class Gate:
         for mode in (q.TOKEN, q.GROUP, q.STATIC):
             q.quantize(x, mode, scale if mode == q.STATIC else None)
 
+    def training(self, dtype: torch.dtype, k: int, widths: list[int], r: int, slots: int) -> None:
+        """Launch what ``lora_linear_train`` has of its own for fp32 adapters."""
+        m, self.estimates = 8192, {}
+        self.label = f"m={m} n={sum(widths)} k={k} r={r} slots={slots} {str(dtype)[6:]}"
+        x, grad = torch.empty(m, k, dtype=dtype), torch.empty(m, sum(widths), dtype=dtype)
+        narrow = torch.empty(m, len(widths), r, dtype=dtype)
+        ints = [torch.empty(n, dtype=torch.int32) for n in (m, slots + 1, slots + 1, slots + 2)]
+        groups = None if slots == 1 else tuple(ints)
+        outer(x, narrow, (k,) * len(widths), groups, [torch.empty(slots, r, k) for _ in widths], by_rank=True)
+        outer(grad, narrow, tuple(widths), groups, [torch.empty(slots, w, r) for w in widths], by_rank=False)
+        weight = torch.empty(512, 512, dtype=FP8)
+        for scale in (torch.empty(1), torch.empty(512, 1), torch.empty(4, 4)):
+            self.label = f"{tuple(scale.shape)} {str(dtype)[6:]}"
+            dequantize(weight, scale, torch.empty(512, 512, dtype=dtype), (0, 512), (0, 512))
+
     def report(self) -> list[dict]:
         rows = []
         with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +212,7 @@ class Gate:
                 path.write_bytes(kernel.asm["cubin"])
                 usage = subprocess.run([tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True).stdout
                 sass = kernel.asm.get("sass") or ""
-                if re.match("linear_kernel|decode_kernel|tma_kernel", label) and self.arch == 90:
+                if re.match("linear_kernel|decode_kernel|tma_kernel|outer_kernel", label) and self.arch == 90:
                     sass = subprocess.run([tool("cuobjdump"), "-sass", path], capture_output=True, text=True).stdout
                 rows.append(
                     {
@@ -293,6 +310,10 @@ def main(arch: int) -> None:
     )
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         gate.quantizers(dtype)
+        gate.training(dtype, 4096, [4096, 1024, 1024], 64, 1)
+    for r, slots in ((128, 4), (9, 1)):
+        gate.training(torch.bfloat16, 4096, [12288, 12288], r, slots)
+        gate.training(torch.bfloat16, 130, [100, 60], r, slots)
     gate.shipped()
     if arch >= 90:
         gate.probe()

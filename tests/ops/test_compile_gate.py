@@ -35,7 +35,9 @@ SLACK = {
 }
 """Bytes that the plan's estimate may lack: barriers and scale vectors, and in the expand the tiles of y in flight."""
 
-KERNELS = {"shrink_kernel", "linear_kernel", "expand_kernel", "quantize_kernel"}
+KERNELS = {
+    "shrink_kernel", "linear_kernel", "expand_kernel", "quantize_kernel", "outer_kernel", "dequantize_kernel"
+}  # fmt: skip
 DEPENDENT = {"decode_kernel", "probe_kernel"}
 HOPPER = DEPENDENT | {"tma_kernel"}
 
@@ -124,6 +126,13 @@ def test_hopper_keeps_the_decode_kernels_multiplications_in_flight(reports: dict
     for adapters in (" bare ", " one ", " many "):
         assert sum(adapters in row["kernel"] for row in rows) >= 2
     assert [row for row in rows if not row["qgmma"] or 2 * row["alone"] > row["qgmma"]] == []
+
+
+def test_hopper_sums_outer_products_on_its_16_bit_tensor_cores(reports: dict[int, list[dict]]) -> None:
+    rows = [row for row in reports[90] if name_of(row) == "outer_kernel"]
+    rows = [row for row in rows if not re.search(" r=9 |float32$", row["kernel"])]
+    assert len(rows) >= 8
+    assert [row for row in rows if not row["hgmma"] or row["hmma"]] == []
 
 
 def test_aligned_shapes_do_not_spill_on_hopper(reports: dict[int, list[dict]]) -> None:

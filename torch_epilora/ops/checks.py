@@ -306,17 +306,23 @@ def _check_flag(no_adapter: Tensor) -> None:
         )
 
 
+def check_bias(bias: Tensor | None, n: int, x: Tensor) -> None:
+    """Raise unless ``bias`` is None or a contiguous [n] of x's dtype, on its device."""
+    if bias is None:
+        return
+    _dtype("bias", bias, (x.dtype,))
+    _device("bias", bias, x)
+    if tuple(bias.shape) != (n,) or not bias.is_contiguous():
+        raise _fail("bias", f"a contiguous [{n}]", f"shape {tuple(bias.shape)}")
+
+
 def check_call(call: Call) -> None:
     """Raise unless the arguments of ``lora_linear`` fit together."""
     x, bias, no_adapter, n = call.x, call.bias, call.no_adapter, call.weight.shape[0] if call.weight.dim() else 0
     check_matrix("x", x)
     layout = check_weight(call.weight, call.weight_scale, x)
     check_codes(x, call.x_codes, call.x_scale, layout, call.compute)
-    if bias is not None:
-        _dtype("bias", bias, (x.dtype,))
-        _device("bias", bias, x)
-        if tuple(bias.shape) != (n,) or not bias.is_contiguous():
-            raise _fail("bias", f"a contiguous [{n}]", f"shape {tuple(bias.shape)}")
+    check_bias(bias, n, x)
     _check_flag(no_adapter)
     if call.a or call.b:
         slots, r = check_a(x, call.a)

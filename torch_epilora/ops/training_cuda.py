@@ -1,0 +1,215 @@
+"""``lora_linear_train`` on CUDA: the vendor's 16-bit GEMMs over codes dequantized a piece at a time, our adapter sums.
+
+What the adapters add is written first and the base's GEMM adds to it, so that the output is read once and what is
+rounded twice is the small part. Weights are dequantized into one piece of memory of at most 96 MiB, which the next call
+uses again: in the forward by rows, in the backward by columns, so that no sum is cut.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torch_epilora.ops.dispatch import _capability
+from torch_epilora.ops.plan import unsupported
+from torch_epilora.ops.schemas import library
+from torch_epilora.ops.training import Train, backward, check_train, train
+
+SCRATCH = 96 << 20
+"""Bytes of a weight's value that exist at once."""
+
+FEW = 64
+"""Tokens up to which the decode kernel, which widens codes in registers, is the base."""
+
+_BARE = torch.tensor([True], device="cpu")
+
+
+def _cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [t.detach().to(dtype) for t in tensors]
+
+
+def _slices(widths: list[int]) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for i, width in enumerate(widths):
+        yield i, slice(start, start + width)
+        start += width
+
+
+def _scale_of(call: Train) -> Tensor | None:
+    """Scaling of each of h's columns, [slices, 1] or [1, 1], where all rows use one slot."""
+    return None if call.scaling is None else call.scaling.view(-1, 1)
+
+
+def _scaled(product: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Scale an fp32 [M, slices, R] and round it once."""
+    if scale is None:
+        return product.to(dtype)
+    out = torch.empty(product.shape, dtype=dtype, device=product.device)
+    return torch.mul(product, scale, out=out)
+
+
+def _down(call: Train, source: Tensor, a: list[Tensor]) -> Tensor:
+    """Make h [M, slices, R]."""
+    if call.groups is not None:
+        return torch.ops.epilora.shrink(source, a, None, call.scaling, *call.groups)
+    stacked = torch.cat([t[0] for t in a]) if len(a) > 1 else a[0][0]
+    h = _product(source, stacked.t())
+    return _scaled(h.view(source.shape[0], len(a), -1), _scale_of(call), source.dtype)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply with an fp32 result."""
+    return torch.mm(x, y) if x.dtype == torch.float32 else torch.mm(x, y, out_dtype=torch.float32)
+
+
+def _unread(call: Train) -> tuple[Tensor, ...]:
+    """Metadata of a call without adapters, which nothing reads."""
+    new = call.x.new_empty
+    return new(call.x.shape[0], dtype=torch.int32), *(new(n, dtype=torch.int32) for n in (1, 1, 2))
+
+
+def _forward(*arguments) -> tuple[Tensor, Tensor]:
+    call = Train(*arguments)
+    check_train(call)
+    x, (n, _), m = call.x, call.weight.shape, call.x.shape[0]
+    if unsupported(_capability(x.device)) or not x.numel() or not n:
+        return train(*arguments)
+    a, b = _cast(call.a, x.dtype), _cast(call.b, x.dtype)
+    h = _down(call, x if call.adapter_x is None else call.adapter_x, a)
+    if call.compute == "w8a8" or m <= FEW:
+        y = torch.ops.epilora.lora_linear(
+            x, None, call.x_scale, call.weight, call.weight_scale, call.bias, [], [], [], None, None,
+            *_unread(call), _BARE, call.compute,
+        )  # fmt: skip
+        _add(call, y, h, b)
+        return y, h
+    y = _up(call, h, b)
+    for rows, weight in _rows(call):
+        y[:, rows].addmm_(x, weight.t())
+    return y, h
+
+
+def _add(call: Train, y: Tensor, h: Tensor, b: list[Tensor]) -> None:
+    """Add the up-projections to y."""
+    if call.groups is not None:
+        torch.ops.epilora.expand_add_(y, h, b, [], None, None, *call.groups)
+        return
+    for i, columns in _slices([t.shape[1] for t in b]):
+        y[:, columns].addmm_(h[:, i], b[i][0].t())
+
+
+def _up(call: Train, h: Tensor, b: list[Tensor]) -> Tensor:
+    """Make what the adapters and the bias add, [M, N]."""
+    m, n = h.shape[0], call.weight.shape[0]
+    if call.groups is not None:
+        y = h.new_zeros((m, n)) if call.bias is None else call.bias.expand(m, n).contiguous()
+        _add(call, y, h, b)
+        return y
+    y = h.new_empty((m, n))
+    for i, columns in _slices([t.shape[1] for t in b]):
+        if call.bias is None:
+            torch.mm(h[:, i], b[i][0].t(), out=y[:, columns])
+        else:
+            y[:, columns] = torch.addmm(call.bias[columns], h[:, i], b[i][0].t())
+    return y
+
+
+def _rows(call: Train) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of the weight and their value, a piece of memory that the next ones overwrite."""
+    from torch_epilora.ops.triton.dequantize import dequantize, scratch
+
+    (n, k), room = call.weight.shape, scratch(call.weight, call.x.dtype, SCRATCH)
+    for first, stop in _spans(n, room.numel() // k):
+        out = room[: (stop - first) * k].view(stop - first, k)
+        yield slice(first, stop), dequantize(call.weight, call.weight_scale, out, (first, stop), (0, k))
+
+
+def _columns(call: Train) -> Iterator[tuple[slice, Tensor]]:
+    """Columns of the weight and their value, as :func:`_rows`."""
+    from torch_epilora.ops.triton.dequantize import dequantize, scratch
+
+    (n, k), room = call.weight.shape, scratch(call.weight, call.x.dtype, SCRATCH)
+    for first, stop in _spans(k, room.numel() // n):
+        out = room[: (stop - first) * n].view(n, stop - first)
+        yield slice(first, stop), dequantize(call.weight, call.weight_scale, out, (0, n), (first, stop))
+
+
+def _spans(total: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut a dimension into as few even spans of at most ``most`` as there are, at multiples of 128 where it is long."""
+    count = -(-total // most)
+    span = -(-total // count)
+    if count > 1 and most >= 128:
+        span = min(-(-span // 128) * 128, most // 128 * 128)
+    for first in range(0, total, span):
+        yield first, min(first + span, total)
+
+
+def _gradients(*arguments) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    grad, x, adapter_x, h, weight, weight_scale, *adapters, to_x, to_adapters = arguments
+    call = Train._make((x, adapter_x, None, weight, weight_scale, None, *adapters, "w8a16"))
+    if unsupported(_capability(x.device)) or not x.numel() or not grad.numel():
+        return backward(*arguments)
+    source = x if adapter_x is None else adapter_x
+    a, b = _cast(call.a, x.dtype), _cast(call.b, x.dtype)
+    dh = _grad_h(call, grad, b)
+    da: list[Tensor] = []
+    db: list[Tensor] = []
+    if to_adapters:
+        da, db = _grad_adapters(call, grad, source, h, dh)
+    nothing = x.new_empty(0)
+    if not to_x:
+        return nothing, nothing, da, db
+    low = _grad_down(call, dh, a)
+    if adapter_x is None:
+        dx = low
+        for columns, value in _columns(call):
+            dx[:, columns].addmm_(grad, value)
+        return dx, nothing, da, db
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for columns, value in _columns(call):
+        torch.mm(grad, value, out=dx[:, columns])
+    return dx, low, da, db
+
+
+def _grad_h(call: Train, grad: Tensor, b: list[Tensor]) -> Tensor:
+    """Make dh [M, slices, R] = scaling * grad B, rounded once."""
+    m, slices, r = grad.shape[0], len(b), b[0].shape[2]
+    if call.groups is not None:
+        dh = grad.new_empty((m, slices, r))
+        for i, columns in _slices([t.shape[1] for t in b]):
+            scaling = call.scaling if call.scaling is None or call.scaling.dim() == 1 else call.scaling[i]
+            turned = [b[i].transpose(1, 2).contiguous()]
+            dh[:, i] = torch.ops.epilora.shrink(grad[:, columns], turned, None, scaling, *call.groups)[:, 0]
+        return dh
+    product = torch.empty((m, slices, r), dtype=torch.float32, device=grad.device)
+    for i, columns in _slices([t.shape[1] for t in b]):
+        product[:, i] = _product(grad[:, columns], b[i][0])
+    return _scaled(product, _scale_of(call), grad.dtype)
+
+
+def _grad_down(call: Train, dh: Tensor, a: list[Tensor]) -> Tensor:
+    """Make dh A, [M, K], summed over the slices."""
+    m, k = call.x.shape
+    stacked = torch.cat(a, 1) if len(a) > 1 else a[0]
+    flat = dh.view(m, 1, -1)
+    if call.groups is None:
+        return torch.mm(flat[:, 0], stacked[0])
+    y = dh.new_zeros((m, k))
+    torch.ops.epilora.expand_add_(y, flat, [stacked.transpose(1, 2).contiguous()], [], None, None, *call.groups)
+    return y
+
+
+def _grad_adapters(
+    call: Train, grad: Tensor, source: Tensor, h: Tensor, dh: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Make dA = dh^T x and dB = grad^T h of every slot."""
+    from torch_epilora.ops.triton.outer import outer
+
+    da, db = ([torch.empty_like(t, memory_format=torch.contiguous_format) for t in g] for g in (call.a, call.b))
+    outer(source, dh, (call.x.shape[1],) * len(da), call.groups, da, by_rank=True)
+    outer(grad, h, tuple(t.shape[1] for t in db), call.groups, db, by_rank=False)
+    return da, db
+
+
+library.impl("lora_linear_train", _forward, "CUDA")
+library.impl("lora_linear_train_backward", _gradients, "CUDA")
