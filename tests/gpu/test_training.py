@@ -1,4 +1,4 @@
-"""``lora_linear_train`` on the GPU against fp64, against plain bf16 torch's own error, and bit for bit against itself."""
+"""``lora_linear_train`` on the GPU against fp64, against plain torch's own error, and bit for bit against itself."""
 
 import pytest
 import torch
