@@ -233,26 +233,20 @@ class ProjectionGroup(nn.Module):
             _autocast(x),
         )
 
-    def _unfuse(self) -> None:
+    def separate(self) -> None:
+        """Let every member be computed by itself from now on, on its part of the buffers."""
         self.fused = False
         self._pending = None
+
+    def _unfuse(self) -> None:
+        self.separate()
         names = ", ".join(m.path for m in self.members)
         logger.warning("%s are not called with the same input tensor; each of them is computed by itself.", names)
 
     def _compute(self, x: Tensor, batch: AdapterBatch, index: int | None) -> Tensor:
         """Run the operator for one member, or for the whole group if None."""
-        if not x.dim() or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"x: expected [..., {self.in_features}] for {self.members[0].path}, got shape {list(x.shape)}."
-            )
-        bank, dtype, out_dtype = self.bank, self.bank.dtype, x.dtype
-        if _autocast(x):
-            x, out_dtype = x.to(dtype), torch.get_autocast_dtype(x.device.type)
-        elif x.dtype != dtype:
-            raise TypeError(
-                f"x: expected {_name(dtype)}, the dtype of {self.members[0].path}, got {_name(x.dtype)}. "
-                "Move the model with .to(dtype)."
-            )
+        flat, out_dtype = self.rows_of(x)
+        bank = self.bank
         # A router hands experts any number of rows: without slots the batch does not matter.
         groups = self.state.groups(batch if bank.slots else self.state.bare, x)
         codes: Tensor = self.codes
@@ -276,9 +270,6 @@ class ProjectionGroup(nn.Module):
                 bank.rank.narrow(0, first, last - first),
                 bank.scaling.narrow(0, first, last - first),
             )
-        flat = x.reshape(-1, self.in_features)
-        if flat.stride(-1) != 1:
-            flat = flat.contiguous()
         y = torch.ops.epilora.lora_linear(
             flat,
             None,
@@ -291,6 +282,31 @@ class ProjectionGroup(nn.Module):
             self.compute,
         )
         return y.view(*x.shape[:-1], codes.shape[0]).to(out_dtype)
+
+    def rows_of(self, x: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Return x [..., K] as the operators take it, [M, K] in the group's dtype, and the dtype of the result.
+
+        Raises
+        ------
+        ValueError
+            If x does not end in K features.
+        TypeError
+            If x has another dtype than the group, outside of autocast.
+        """
+        if not x.dim() or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x: expected [..., {self.in_features}] for {self.members[0].path}, got shape {list(x.shape)}."
+            )
+        dtype, out_dtype = self.bank.dtype, x.dtype
+        if _autocast(x):
+            x, out_dtype = x.to(dtype), torch.get_autocast_dtype(x.device.type)
+        elif x.dtype != dtype:
+            raise TypeError(
+                f"x: expected {_name(dtype)}, the dtype of {self.members[0].path}, got {_name(x.dtype)}. "
+                "Move the model with .to(dtype)."
+            )
+        flat = x.reshape(-1, self.in_features)
+        return flat if flat.stride(-1) == 1 else flat.contiguous(), out_dtype
 
     def full_scale(self) -> Tensor:
         """Scale of all members' codes, as the operator takes it."""

@@ -1,11 +1,15 @@
 """Hooks of a patched model as a whole."""
 
+import logging
+
 import torch
 from torch import nn
 
 from torch_epilora.nn.batch import AdapterState
 from torch_epilora.nn.checkpointing import follow_checkpointing, leave_checkpointing
 from torch_epilora.nn.refusals import allow_methods, refuse_methods
+
+logger = logging.getLogger("torch_epilora")
 
 
 class TraceStart:
@@ -37,8 +41,15 @@ class TraceEnd:
 def hook(model: nn.Module, state: AdapterState) -> None:
     """Let one compiled forward of the model make the batch's metadata once, and checkpointing follow the batch.
 
-    Methods of transformers that do not know FP8 codes raise from now on.
+    Methods of transformers that do not know FP8 codes raise from now on. Where PEFT is installed, adapters that it
+    makes over the model's linears are our layers from now on, whether a program imports PEFT before or after.
     """
+    try:
+        from torch_epilora.integrations.peft_training import enable
+    except ImportError as error:
+        logger.info("PEFT cannot train adapters on the patched model: %s.", error)
+    else:
+        enable()
     model.register_forward_pre_hook(TraceStart(state))
     model.register_forward_hook(TraceEnd(state))
     refuse_methods(model)

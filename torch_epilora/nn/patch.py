@@ -183,11 +183,16 @@ def is_peft(model: nn.Module) -> bool:
     return any(c.__name__ == "PeftModel" and c.__module__.startswith("peft.") for c in type(model).__mro__)
 
 
+def is_tuner(module: nn.Module) -> bool:
+    """Say whether a module is a layer of PEFT's, without importing PEFT."""
+    return any(c.__name__ == "BaseTunerLayer" and c.__module__.startswith("peft.") for c in type(module).__mro__)
+
+
 def _check_no_tuners(model: nn.Module, selection: Selection) -> None:
     """Refuse PEFT's layers outside of a PeftModel: their A and B are linears too, and their adapters would not move."""
     parents = {id(parent) for target in selection.targets for parent, _ in target.places}
     for name, module in model.named_modules():
-        if any(c.__name__ == "BaseTunerLayer" and c.__module__.startswith("peft.") for c in type(module).__mro__):
+        if is_tuner(module):
             if any(id(part) in parents for part in module.modules()):
                 raise NotImplementedError(
                     f"model: expected a PeftModel or a model without adapters, {name} is PEFT's "
@@ -220,7 +225,7 @@ def unpatch(model: Model) -> Model:
     """Put plain ``nn.Linear`` layers back, in place.
 
     Their weights are the dequantized ones: what FP8 rounded away does not come back. Loaded adapters are dropped, hooks
-    stay.
+    stay. Adapters that PEFT made on the patched model stay too, over frozen linears, into which PEFT can merge them.
 
     Parameters
     ----------
@@ -237,11 +242,12 @@ def unpatch(model: Model) -> Model:
     ValueError
         If the model is not patched.
     NotImplementedError
-        If it is a PeftModel, whose adapters live in the slots.
+        If it was a PeftModel before patch(): its adapters live in the slots.
     """
     if not lora_linears(model):
         raise ValueError("model: expected a patched model, found no patched layer in it.")
-    if is_peft(unwrap(model)):
+    trained = any(is_tuner(module) for module in model.modules())
+    if is_peft(unwrap(model)) and not trained:
         raise NotImplementedError(
             "model: a PeftModel's adapters live in the slots. Save them and unpatch model.get_base_model() instead."
         )
@@ -251,8 +257,11 @@ def unpatch(model: Model) -> Model:
             for name, child in list(parent._modules.items()):
                 if isinstance(child, LoraLinear):
                     if id(child) not in plain:
-                        plain[id(child)] = _plain(child)
+                        plain[id(child)] = _plain(child).requires_grad_(not trained)
                     setattr(parent, name, plain[id(child)])
+                    leave_base: Any = getattr(parent, "leave_base", None)  # of our layer for PEFT
+                    if leave_base is not None:
+                        leave_base()
         unhook(model)
     return model
 

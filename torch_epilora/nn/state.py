@@ -14,7 +14,7 @@ from torch_epilora.nn.adapters import patched_parts
 from torch_epilora.nn.convert import prepare, swap
 from torch_epilora.nn.hooks import hook
 from torch_epilora.nn.linear import LoraLinear
-from torch_epilora.nn.patch import check_options, check_plain, is_peft, unwrap
+from torch_epilora.nn.patch import check_options, check_plain, is_peft, is_tuner, unwrap
 from torch_epilora.nn.select import Selection, plain_path, select
 from torch_epilora.nn.tuning import tune_at_load
 
@@ -38,9 +38,16 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
     ------
     TypeError, ValueError
         If the model is not patched or on the meta device, or the path is a file. Nothing is then written.
+    NotImplementedError
+        If PEFT's layers lie over its linears.
     """
     _, linears = patched_parts(model)
     root: Any = unwrap(model)
+    if any(is_tuner(module) for module in root.modules()):
+        raise NotImplementedError(
+            "model: expected no PEFT layers over the base, which training does not change. Save it before "
+            "get_peft_model(), or save model.unload(), which drops the adapters; save_pretrained() saves these."
+        )
     root = root.get_base_model() if is_peft(root) else root
     weights: dict[str, Fp8Weight] = {}
     others = {plain_path(key): tensor for key, tensor in root.state_dict().items()}

@@ -1,0 +1,85 @@
+"""train_linear: a patched linear together with adapters that are trained outside of its slots."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torch_epilora.nn.linear import LoraLinear
+from torch_epilora.ops.functional import adapter_groups, lora_linear
+
+
+def train_linear(
+    linear: LoraLinear,
+    x: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scaling: Sequence[float | Tensor],
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Apply a patched linear's base and its bias, and to every row one of some adapters; the slots are not read.
+
+    Gradients reach x and every A and B, in their own dtypes. The codes, the scales and the base's bias are constants.
+
+    Parameters
+    ----------
+    linear : LoraLinear
+        The layer, of K inputs and N outputs.
+    x : Tensor
+        [..., K] in the layer's dtype (any under autocast, as for the layer itself).
+    a : sequence of Tensor
+        Each adapter's A, [r, K] of any floating-point dtype. Ranks may differ.
+    b : sequence of Tensor
+        Each adapter's B, [N, r].
+    scaling : sequence of float or Tensor
+        Each adapter's scaling, a number or a tensor of one element.
+    rows : Tensor, optional
+        int32 [n], on x's device: the adapter (its place in ``a``) of each of n equal runs of rows, -1 for the bare
+        base. None gives the only adapter to all rows.
+
+    Returns
+    -------
+    Tensor
+        [..., N] in x's dtype (that of autocast under it).
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a shape or dtype does not fit, or ``rows`` is None and there are several adapters.
+    """
+    if not len(a) == len(b) == len(scaling):
+        raise ValueError(f"a, b, scaling: expected one of each an adapter, got {len(a)}, {len(b)} and {len(scaling)}.")
+    if rows is None:
+        if len(a) != 1:
+            raise ValueError(f"rows: expected the adapter of every run of rows where there are {len(a)}, got None.")
+        rows = torch.zeros(1, dtype=torch.int32, device=x.device)
+    flat, dtype = linear.group.rows_of(x)
+    rank = max(t.shape[0] for t in a)
+    compute = linear.group.compute
+    y = lora_linear(
+        flat,
+        linear.weight,
+        linear.weight_scale,
+        [_stack([pad(t, (0, 0, 0, rank - t.shape[0])) for t in a], flat.dtype)],
+        [_stack([pad(t, (0, rank - t.shape[1])) for t in b], flat.dtype)],
+        adapter_groups(rows, flat.shape[0], len(a)),
+        bias=linear.bias,
+        scaling=torch.cat([_one(s, flat) for s in scaling]),
+        x_scale=linear.input_scale if compute == "w8a8" else None,
+        compute=compute,
+    )
+    return y.view(*x.shape[:-1], linear.out_features).to(dtype)
+
+
+def _stack(adapters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Put matrices of one shape into one tensor, a view where there is one of that dtype."""
+    cast = [t.to(dtype) for t in adapters]
+    return cast[0].unsqueeze(0) if len(cast) == 1 else torch.stack(cast)
+
+
+def _one(scaling: float | Tensor, x: Tensor) -> Tensor:
+    """Return a scaling as fp32 [1] beside x, without a copy from the host."""
+    if isinstance(scaling, Tensor):
+        return scaling.detach().to(x.device, torch.float32).reshape(1)
+    return torch.full((1,), scaling, dtype=torch.float32, device=x.device)
