@@ -186,10 +186,12 @@ def test_zero_rows_and_no_rows_are_finite(compute):
     assert layer(x[:0]).shape == (0, 64)
 
 
-@pytest.mark.parametrize("kind", ["dropout", "lora_bias", "several active", "alora", "lora_bias in a mixed batch"])
+@pytest.mark.parametrize(
+    "kind", ["dropout in a mixed batch", "lora_bias", "several active", "alora", "lora_bias in a mixed batch"]
+)
 def test_what_is_not_fused_is_peft_s_arithmetic_on_our_base(kind, caplog):
     options = {
-        "dropout": {"lora_dropout": 0.3},
+        "dropout in a mixed batch": {"lora_dropout": 0.3},
         "alora": {"alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"},
         "several active": {},
     }.get(kind, {"lora_bias": True})
@@ -199,9 +201,9 @@ def test_what_is_not_fused_is_peft_s_arithmetic_on_our_base(kind, caplog):
     ids[0, 2], ids[0, 3] = 5, 6
     if kind == "several active":
         model.base_model.set_adapter(["default", "second"])
-    if kind == "lora_bias in a mixed batch":
+    if kind.endswith("in a mixed batch"):
         extra = {"adapter_names": ["second", "default"]}
-    model.train(kind == "dropout")
+    model.train(kind.startswith("dropout"))
     outputs = []
     with caplog.at_level(logging.WARNING, logger="torch_epilora"):
         models = (model, over_plain(model))
@@ -221,6 +223,24 @@ def test_what_is_not_fused_is_peft_s_arithmetic_on_our_base(kind, caplog):
     assert len(slower) == 1 and len(caplog.records) == 1
     word = {"alora": "ALora", "several active": "several"}.get(kind, kind.split()[0])
     assert word in slower[0]
+
+
+def test_dropout_of_one_adapter_is_part_of_the_call(caplog):
+    model = over_fp8(lora(lora_dropout=0.3)).train()
+    reference, ids, outputs = over_plain(model), tokens(2, 6), []
+    for m in (model, reference):
+        torch.manual_seed(11)
+        with CountOps() as ops:
+            outputs.append(m(ids, labels=ids))
+        assert len(ops.widths) == (14 if m is model else 0)
+        outputs[-1].loss.backward()
+    close(outputs[0].logits, outputs[1].logits)
+    got, want = gradients(model), gradients(reference)
+    assert got.keys() == want.keys() and got and not caplog.records
+    for name in got:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        assert not torch.equal(model(ids).logits, outputs[0].logits), "another mask changed nothing"
 
 
 def test_dropout_in_evaluation_is_fused(caplog):

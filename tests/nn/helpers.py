@@ -143,13 +143,13 @@ def same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
 
 
 class CountOps(TorchDispatchMode):
-    """Counts calls of lora_linear and notes their output widths."""
+    """Counts calls of lora_linear and lora_linear_train and notes their output widths."""
 
     def __init__(self) -> None:
         super().__init__()
         self.widths: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.epilora.lora_linear.default:
+        if func in (torch.ops.epilora.lora_linear.default, torch.ops.epilora.lora_linear_train.default):
             self.widths.append(args[3].shape[0])
         return func(*args, **(kwargs or {}))

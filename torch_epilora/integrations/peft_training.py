@@ -42,8 +42,9 @@ _DEQUANTIZE = (
 class Fp8LoraLinear(Linear):
     """PEFT's LoRA layer over a patched linear: base and adapter are one call of our operator.
 
-    That holds for one active adapter, and for ``adapter_names=`` with one a row. Several active adapters, dropout in
-    training, ``lora_bias`` and PEFT's variants of LoRA take PEFT's arithmetic on top of the base's output.
+    That holds for one active adapter, its dropout included, and for ``adapter_names=`` with one a row. Several active
+    adapters, ``lora_bias``, PEFT's variants of LoRA, and dropout in a mixed batch take PEFT's arithmetic on top of the
+    base's output.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
@@ -78,7 +79,8 @@ class Fp8LoraLinear(Linear):
                 if len(names) > 1:
                     reason = "several adapters are active at once"
                 if reason is None:
-                    return self._fused(x, names, None)
+                    dropout = self.lora_dropout[names[0]]
+                    return self._fused(x, names, None, dropout(x) if _drops(dropout) else None)
                 _log_once(reason)
         return super().forward(x, *args, **kwargs)
 
@@ -87,13 +89,15 @@ class Fp8LoraLinear(Linear):
         if names:
             self._check_no_slots()
             reason = self._why_not_fused(names)
+            if any(_drops(self.lora_dropout[name]) for name in names):
+                reason = "an adapter of a mixed batch has dropout"
             if reason is None:
                 rows = [names.index(name) if name in names else -1 for name in adapter_names]
                 return self._fused(x, names, torch.tensor(rows, dtype=torch.int32, device=x.device))
             _log_once(reason)
         return super()._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)
 
-    def _fused(self, x: Tensor, names: list[str], rows: Tensor | None) -> Tensor:
+    def _fused(self, x: Tensor, names: list[str], rows: Tensor | None, adapter_x: Tensor | None = None) -> Tensor:
         return train_linear(
             self.get_base_layer(),
             x,
@@ -101,6 +105,7 @@ class Fp8LoraLinear(Linear):
             [self.lora_B[name].weight for name in names],
             [self.scaling[name] for name in names],
             rows,
+            adapter_x,
         )
 
     def _why_not_fused(self, names: list[str]) -> str | None:
@@ -109,9 +114,6 @@ class Fp8LoraLinear(Linear):
                 return f"an adapter is a {type(self.lora_variant[name]).__name__}"
             if self.lora_bias[name]:
                 return "an adapter has lora_bias"
-            dropout = self.lora_dropout[name]
-            if dropout.training and not isinstance(dropout, nn.Identity):
-                return "an adapter has dropout"
         return None
 
     def _check_no_slots(self) -> None:
@@ -140,6 +142,10 @@ class Fp8LoraLinear(Linear):
         # PEFT makes adapters in the dtype of the base's weight; that of the codes is no dtype to train in.
         linear = self.get_base_layer()
         return linear.weight.device, linear.group.bank.dtype
+
+
+def _drops(dropout: nn.Module) -> bool:
+    return dropout.training and not isinstance(dropout, nn.Identity)
 
 
 def _check_config(linear: LoraLinear, config: LoraConfig) -> None:

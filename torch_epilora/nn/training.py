@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_epilora.nn.linear import LoraLinear
-from torch_epilora.ops.functional import adapter_groups, lora_linear
+from torch_epilora.ops.functional import adapter_groups
+from torch_epilora.ops.training import lora_linear_train
 
 
 def train_linear(
@@ -17,6 +18,7 @@ def train_linear(
     b: Sequence[Tensor],
     scaling: Sequence[float | Tensor],
     rows: Tensor | None = None,
+    adapter_x: Tensor | None = None,
 ) -> Tensor:
     """Apply a patched linear's base and its bias, and to every row one of some adapters; the slots are not read.
 
@@ -37,6 +39,8 @@ def train_linear(
     rows : Tensor, optional
         int32 [n], on x's device: the adapter (its place in ``a``) of each of n equal runs of rows, -1 for the bare
         base. None gives the only adapter to all rows.
+    adapter_x : Tensor, optional
+        [..., K] of x's dtype: what the adapters read in x's place, say x after dropout.
 
     Returns
     -------
@@ -53,19 +57,20 @@ def train_linear(
     if rows is None:
         if len(a) != 1:
             raise ValueError(f"rows: expected the adapter of every run of rows where there are {len(a)}, got None.")
-        rows = torch.zeros(1, dtype=torch.int32, device=x.device)
     flat, dtype = linear.group.rows_of(x)
-    rank = max(t.shape[0] for t in a)
-    compute = linear.group.compute
-    y = lora_linear(
+    rank, compute = max(t.shape[0] for t in a), linear.group.compute
+    # masters of the activations' own precision or better are taken as they are
+    kind = flat.dtype if all(t.dtype == flat.dtype for t in (*a, *b)) else torch.float32
+    y = lora_linear_train(
         flat,
         linear.weight,
         linear.weight_scale,
-        [_stack([pad(t, (0, 0, 0, rank - t.shape[0])) for t in a], flat.dtype)],
-        [_stack([pad(t, (0, rank - t.shape[1])) for t in b], flat.dtype)],
-        adapter_groups(rows, flat.shape[0], len(a)),
+        [_stack([pad(t, (0, 0, 0, rank - t.shape[0])) for t in a], kind)],
+        [_stack([pad(t, (0, rank - t.shape[1])) for t in b], kind)],
         bias=linear.bias,
         scaling=torch.cat([_one(s, flat) for s in scaling]),
+        groups=None if rows is None else adapter_groups(rows, flat.shape[0], len(a)),
+        adapter_x=None if adapter_x is None else linear.group.rows_of(adapter_x)[0],
         x_scale=linear.input_scale if compute == "w8a8" else None,
         compute=compute,
     )

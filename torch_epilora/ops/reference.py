@@ -257,23 +257,31 @@ def quantize_activations(
     return quantize_fp8_group(x) if layout == "block" else quantize_fp8_token(x)
 
 
+def multiply(
+    x: Tensor, x_codes: Tensor | None, x_scale: Tensor | None, weight: Tensor, weight_scale: Tensor, compute: str
+) -> Tensor:
+    """Multiply by the base weight in fp32, in fp64 an x of that: scales outside of the sum, but those of blocks."""
+    layout = checks.scale_layout(weight.shape, weight_scale)
+    if compute == "w8a16":
+        operand = x if x.dtype == torch.float64 else x.float()
+        row_scale = operand.new_ones(())
+    else:
+        codes, row_scale = quantize_activations(x, x_codes, x_scale, layout)
+        operand = widen(codes)
+        if layout == "block":
+            operand = operand * row_scale.repeat_interleave(checks.BLOCK, 1)[:, : x.shape[1]]
+            row_scale = operand.new_ones(())
+    if layout == "block":
+        return operand @ dequantize_fp8(weight, weight_scale).to(operand.dtype).t() * row_scale
+    return operand @ widen(weight).to(operand.dtype).t() * row_scale * weight_scale.reshape(1, -1)
+
+
 def lora_linear(*arguments) -> Tensor:
     """Compute the whole projection in fp32, rounded once; see :func:`torch_epilora.ops.lora_linear`."""
     call = checks.Call(*arguments)
     checks.check_call(call)
-    x, weight, weight_scale, layout = call.x, call.weight, call.weight_scale, call.layout
-    if call.compute == "w8a16":
-        operand, row_scale = x.float(), x.new_ones((), dtype=torch.float32)
-    else:
-        codes, scale = quantize_activations(x, call.x_codes, call.x_scale, layout)
-        operand, row_scale = widen(codes), scale
-        if layout == "block":
-            operand = operand * scale.repeat_interleave(checks.BLOCK, 1)[:, : x.shape[1]]
-            row_scale = x.new_ones((), dtype=torch.float32)
-    if layout == "block":
-        acc = operand @ dequantize_fp8(weight, weight_scale).t() * row_scale
-    else:
-        acc = operand @ widen(weight).t() * row_scale * weight_scale.reshape(1, -1)
+    x = call.x
+    acc = multiply(x, call.x_codes, call.x_scale, call.weight, call.weight_scale, call.compute)
     if call.has_adapters:
         groups = call.groups[:4]
         h = shrink(x, call.a, call.rank, call.scaling, *groups)

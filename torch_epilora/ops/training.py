@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_epilora.ops import checks
-from torch_epilora.ops.reference import _members, _per_slot, expand_scale, quantize_activations, widen
+from torch_epilora.ops.reference import _members, _per_slot, dequantize_fp8, multiply
 from torch_epilora.ops.schemas import TAGS, library
 
 _GROUPS = "Tensor? sorted_tokens, Tensor? ids, Tensor? counts, Tensor? starts"
@@ -183,22 +183,15 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _weight(call: Train) -> Tensor:
     """Value of the codes, in the dtype that sums are taken in."""
-    wide = _wide(call.x)
-    return widen(call.weight).to(wide) * expand_scale(call.weight_scale, call.weight.shape).to(wide)
+    return dequantize_fp8(call.weight, call.weight_scale).to(_wide(call.x))
 
 
 def train(*arguments) -> tuple[Tensor, Tensor]:
     """Compute the layer in fp32 (fp64 for fp64), rounded once, and h [M, slices, R] in x's dtype: plain torch."""
     call = Train(*arguments)
     check_train(call)
-    x, wide, weight = call.x, _wide(call.x), _weight(call)
-    operand = x.to(wide)
-    if call.compute == "w8a8":
-        codes, scale = quantize_activations(x, None, call.x_scale, checks.scale_layout(weight.shape, call.weight_scale))
-        if scale.shape[1] > 1:
-            scale = scale.repeat_interleave(checks.BLOCK, 1)[:, : x.shape[1]]
-        operand = widen(codes) * scale
-    acc = operand @ weight.t()
+    x, wide = call.x, _wide(call.x)
+    acc = multiply(x, None, call.x_scale, call.weight, call.weight_scale, call.compute)
     source = x if call.adapter_x is None else call.adapter_x
     h = x.new_zeros((x.shape[0], len(call.a), call.a[0].shape[1]))
     for slot, rows in groups_of(call):
