@@ -4,6 +4,8 @@
 uses which. Importing the package touches no GPU and no optional library.
 """
 
+from typing import TYPE_CHECKING
+
 from torch_epilora.nn import (
     adapters,
     load_adapter,
@@ -14,6 +16,9 @@ from torch_epilora.nn import (
     unload_adapter,
     unpatch,
 )
+
+if TYPE_CHECKING:
+    from torch_epilora.integrations.transformers_quantizer import EpiLoraConfig as EpiLoraConfig
 
 __version__ = "0.1.0"
 
@@ -28,3 +33,12 @@ __all__ = [
     "unload_adapter",
     "unpatch",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import ``EpiLoraConfig``, which needs transformers, once it is asked for."""
+    if name == "EpiLoraConfig":
+        from torch_epilora.integrations.transformers_quantizer import EpiLoraConfig
+
+        return EpiLoraConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

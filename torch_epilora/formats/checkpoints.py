@@ -86,12 +86,13 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Fp8Checkpoint:
     """
     folder = open_folder("path", path)
     config = read_json(folder, "config.json") if os.path.exists(folder / "config.json") else None
-    scheme = _find_scheme(folder, config)
+    scheme = find_scheme(folder, config)
     tensors, files = _read_tensors(folder)
     return _sort(folder, tensors, files, scheme, config)
 
 
-def _find_scheme(folder: Path, config: dict[str, Any] | None) -> Scheme:
+def find_scheme(folder: Path, config: dict[str, Any] | None) -> Scheme:
+    """Read how a folder, whose config.json holds ``config``, stores its FP8 weights; raises as read_checkpoint does."""
     if config is not None and config.get("quantization_config") is not None:
         where = f"{folder / 'config.json'}: quantization_config"
         found = config["quantization_config"]
@@ -136,14 +137,8 @@ def _sort(
 ) -> Fp8Checkpoint:
     weights: dict[str, Fp8Weight] = {}
     kv_scales: dict[str, Tensor] = {}
-    for key in [k for k, t in tensors.items() if t.dtype == torch.float8_e4m3fn]:
-        name, leaf = _split(key)
-        if leaf != "weight" or tensors[key].dim() != 2:
-            shape = list(tensors[key].shape)
-            raise NotImplementedError(
-                f"{files[key]}: {key}: expected FP8 codes in a linear layer's weight [N, K] only, got shape {shape}."
-            )
-        weights[name] = _take_weight(name, tensors, files, scheme)
+    for name in _fp8_layers(tensors, files):
+        weights[name] = take_weight(name, tensors, files, scheme)
     for key in list(tensors):
         _, leaf = _split(key)
         if leaf in _KV:
@@ -153,8 +148,55 @@ def _sort(
         else:
             _check_other(key, tensors, files)
     if not weights:
-        raise ValueError(f"{folder}: expected float8_e4m3fn weights, as {scheme.method} has, found none.")
+        raise _no_codes(folder, scheme)
     return Fp8Checkpoint(weights, tensors, config, scheme.method, kv_scales, scheme.input_scale_ub)
+
+
+def find_weights(
+    folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, str], scheme: Scheme
+) -> dict[str, list[str]]:
+    """Find the FP8 layers among a folder's tensors, which may be on the meta device.
+
+    Returns
+    -------
+    dict of str to list of str
+        Each layer's name with the keys that :func:`take_weight` needs of it.
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        As read_checkpoint does for tensors of such names, shapes and dtypes.
+    """
+    leaves = ("weight", *scheme.scale_keys, *scheme.input_scale_keys, *_ZERO_POINTS, *_REFUSED)
+    found = {
+        name: [_join(name, leaf) for leaf in leaves if _join(name, leaf) in tensors]
+        for name in _fp8_layers(tensors, files)
+    }
+    if not found:
+        raise _no_codes(folder, scheme)
+    taken = {key for keys in found.values() for key in keys}
+    for key in tensors.keys() - taken:
+        if _split(key)[1] not in _KV:
+            _check_other(key, tensors, files)
+    return found
+
+
+def _fp8_layers(tensors: Mapping[str, Tensor], files: Mapping[str, str]) -> list[str]:
+    names = []
+    for key, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            name, leaf = _split(key)
+            if leaf != "weight" or tensor.dim() != 2:
+                raise NotImplementedError(
+                    f"{files[key]}: {key}: expected FP8 codes in a linear layer's weight [N, K] only, got shape "
+                    f"{list(tensor.shape)}."
+                )
+            names.append(name)
+    return names
+
+
+def _no_codes(folder: Path, scheme: Scheme) -> ValueError:
+    return ValueError(f"{folder}: expected float8_e4m3fn weights, as {scheme.method} has, found none.")
 
 
 def _split(key: str) -> tuple[str, str]:
@@ -166,8 +208,8 @@ def _join(name: str, leaf: str) -> str:
     return f"{name}.{leaf}" if name else leaf
 
 
-def _take_weight(name: str, tensors: dict[str, Tensor], files: dict[str, str], scheme: Scheme) -> Fp8Weight:
-    """Move one weight and what belongs to it out of ``tensors``."""
+def take_weight(name: str, tensors: dict[str, Tensor], files: Mapping[str, str], scheme: Scheme) -> Fp8Weight:
+    """Move one weight and what belongs to it out of ``tensors``; ``files`` says for errors where each came from."""
     key = _join(name, "weight")
     spot = f"{files[key]}: {key}"
     codes = tensors.pop(key)
@@ -192,7 +234,7 @@ def _take_weight(name: str, tensors: dict[str, Tensor], files: dict[str, str], s
 
 
 def _take_input_scale(
-    name: str, tensors: dict[str, Tensor], files: dict[str, str], scheme: Scheme, spot: str
+    name: str, tensors: dict[str, Tensor], files: Mapping[str, str], scheme: Scheme, spot: str
 ) -> Tensor | None:
     key = _only(name, scheme.input_scale_keys, tensors, spot)
     if key is None:
@@ -214,7 +256,7 @@ def _only(name: str, leaves: tuple[str, ...], tensors: dict[str, Tensor], spot: 
     return found[0] if found else None
 
 
-def _check_other(key: str, tensors: dict[str, Tensor], files: dict[str, str]) -> None:
+def _check_other(key: str, tensors: Mapping[str, Tensor], files: Mapping[str, str]) -> None:
     """Refuse what is left of a quantized layer whose codes are not e4m3: read as a plain tensor it would be wrong."""
     name, leaf = _split(key)
     dtype = str(tensors[key].dtype).removeprefix("torch.")

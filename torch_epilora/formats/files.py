@@ -9,11 +9,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 # A checkpoint's index of a million tensors stays well below this; a larger file is not one of ours to parse.
 MAX_JSON_BYTES = 256 * 2**20
+
+_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+"""What safetensors calls the dtypes of the tensors that a model's files hold."""
 
 
 def open_folder(argument: str, path: str | os.PathLike[str]) -> Path:
@@ -109,6 +127,29 @@ def read_safetensors(folder: Path, name: str, only: Iterable[str] | None = None)
             return {key: opened.get_tensor(key) for key in names}
     except (SafetensorError, OSError, RuntimeError, KeyError, AttributeError) as e:
         raise ValueError(f"{file}: not a readable safetensors file ({e}). Fetch it again if it was cut short.") from e
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """Read names, shapes and dtypes of a safetensors file's tensors: each as one on the meta device.
+
+    Raises
+    ------
+    ValueError
+        If it is not a readable safetensors file.
+    NotImplementedError
+        If a tensor has a dtype that no format here uses.
+    """
+    found: dict[str, Tensor] = {}
+    try:
+        with safe_open(str(file), framework="pt", device="cpu") as opened:
+            for key in opened.keys():
+                part = opened.get_slice(key)
+                if part.get_dtype() not in _DTYPES:
+                    raise NotImplementedError(f"{file}: {key}: the dtype {part.get_dtype()} is not supported.")
+                found[key] = torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
+    except (SafetensorError, OSError) as e:
+        raise ValueError(f"{file}: not a readable safetensors file ({e}). Fetch it again if it was cut short.") from e
+    return found
 
 
 def _fail_names(file: Path, found: set[str], listed: set[str]) -> None:

@@ -43,8 +43,7 @@ class Fp8LoraLinear(Linear):
     """PEFT's LoRA layer over a patched linear: base and adapter are one call of our operator.
 
     That holds for one active adapter, its dropout included, and for ``adapter_names=`` with one a row. Several active
-    adapters, ``lora_bias``, PEFT's variants of LoRA, and dropout in a mixed batch take PEFT's arithmetic on top of the
-    base's output.
+    adapters, ``lora_bias`` and PEFT's variants of LoRA take PEFT's arithmetic on top of the base's output.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
@@ -89,8 +88,6 @@ class Fp8LoraLinear(Linear):
         if names:
             self._check_no_slots()
             reason = self._why_not_fused(names)
-            if any(_drops(self.lora_dropout[name]) for name in names):
-                reason = "an adapter of a mixed batch has dropout"
             if reason is None:
                 rows = [names.index(name) if name in names else -1 for name in adapter_names]
                 return self._fused(x, names, torch.tensor(rows, dtype=torch.int32, device=x.device))

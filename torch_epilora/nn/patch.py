@@ -25,7 +25,8 @@ from torch_epilora.ops.switches import tune_mode
 logger = logging.getLogger("torch_epilora")
 Model = TypeVar("Model", bound=nn.Module)
 
-_EXCLUDE = ("lm_head",)
+EXCLUDE = ("lm_head",)
+"""What patch leaves out of its targets unless it is told otherwise."""
 
 
 def patch(
@@ -35,7 +36,7 @@ def patch(
     layout: str = "channel",
     compute: str = "w8a8",
     targets: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] = _EXCLUDE,
+    exclude: str | Iterable[str] = EXCLUDE,
     max_adapters: int = 8,
     max_rank: int = 64,
     slices: Mapping[str, Sequence[int]] | None = None,
@@ -89,10 +90,7 @@ def patch(
         unchanged.
     """
     state = check_options(base, layout, compute, max_adapters, max_rank)
-    chosen = None if targets is None else as_patterns("targets", targets)
-    excluded = as_patterns("exclude", exclude)
-    if chosen and excluded == _EXCLUDE and any(f".{name}".endswith(".lm_head") for name in chosen):
-        excluded = ()
+    chosen, excluded = read_patterns(targets, exclude)
     check_plain(model)
     root = unwrap(model)
     _check_not_quantized(root)
@@ -155,6 +153,17 @@ def check_options(base: str, layout: str, compute: str, max_adapters: int, max_r
         if count < least:
             raise ValueError(f"{name}: expected at least {least}, got {count}.")
     return AdapterState(max_adapters, max_rank)
+
+
+def read_patterns(
+    targets: str | Iterable[str] | None, exclude: str | Iterable[str]
+) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """Check targets and exclude of patch; return them as tuples. The default of exclude gives way to a head by name."""
+    chosen = None if targets is None else as_patterns("targets", targets)
+    excluded = as_patterns("exclude", exclude)
+    if chosen and excluded == EXCLUDE and any(f".{name}".endswith(".lm_head") for name in chosen):
+        excluded = ()
+    return chosen, excluded
 
 
 def check_plain(model: nn.Module) -> None:
@@ -263,7 +272,15 @@ def unpatch(model: Model) -> Model:
                     if leave_base is not None:
                         leave_base()
         unhook(model)
+        _forget_quantizer(unwrap(model))
     return model
+
+
+def _forget_quantizer(model: Any) -> None:
+    """Let a model that transformers loaded with EpiLoraConfig pass for the plain one that it is from now on."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
 
 
 def _plain(linear: LoraLinear) -> nn.Linear:

@@ -43,11 +43,15 @@ class Refusal:
 
 
 def refuse_methods(model: nn.Module) -> None:
-    """Shut the methods on every transformers model in a patched one that holds patched layers."""
+    """Shut the methods on every transformers model in a patched one that holds patched layers.
+
+    A model with a quantizer was loaded with EpiLoraConfig, and its ``save_pretrained`` says that the weights are FP8.
+    """
     for module in model.modules():
         if _is_pretrained(module) and lora_linears(module):
             for method in _INSTEAD:
-                module.__dict__[method] = Refusal(method)
+                if method != "save_pretrained" or getattr(module, "hf_quantizer", None) is None:
+                    module.__dict__[method] = Refusal(method)
 
 
 def allow_methods(model: nn.Module) -> None:

@@ -64,8 +64,11 @@ def select(
     exclude: Sequence[str],
     slices: Mapping[str, Sequence[int]],
     exact: Collection[str] | None = None,
+    tied: Collection[str] = (),
 ) -> Selection:
     """Find the linears of a model that the patterns (or exact paths) name and that behave as ``nn.Linear`` does.
+
+    ``tied`` names parameters that will be tied to another module's once the model is loaded.
 
     Raises
     ------
@@ -76,7 +79,7 @@ def select(
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     found: dict[int, tuple[str, nn.Linear]] = {}
-    _check_slices(slices)
+    check_slices(slices)
     result, by_path = Selection(), {}
     for prefix, parent in model.named_modules():
         for name, child in parent._modules.items():
@@ -87,6 +90,7 @@ def select(
                 found.setdefault(id(child), (path, child))
                 places.setdefault(id(child), []).append((parent, name))
     shared = _shared_parameters(model)
+    shared |= {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in tied}
     head = output_embedding(model) if targets is None and exact is None else None
     for key, (path, module) in found.items():
         if targets is not None and not any(matches(path, p) for p in targets):
@@ -112,7 +116,8 @@ def plain_path(path: str) -> str:
     return path.replace("_orig_mod.", "")
 
 
-def _check_slices(slices: Mapping[str, Sequence[int]]) -> None:
+def check_slices(slices: Mapping[str, Sequence[int]]) -> None:
+    """Raise TypeError unless slices are a mapping of names to sequences."""
     if not isinstance(slices, Mapping):
         raise TypeError(f"slices: expected a mapping of name to widths, got {type(slices).__name__}.")
     for pattern, widths in slices.items():

@@ -132,7 +132,7 @@ def load_quantized(
         model = build_skeleton(path)
     root: Any = unwrap(model)
     selection = select(root, None, (), slices or {}, exact=checkpoint.weights.keys())
-    _check_weights(checkpoint, selection)
+    check_weights(checkpoint.weights, selection)
     others = _fit_others(root, checkpoint, selection)
     _warn_about(checkpoint)
     conversions = prepare(
@@ -158,9 +158,10 @@ def _on(weight: Fp8Weight, device: torch.device) -> Fp8Weight:
     return Fp8Weight(weight.codes.to(device), weight.scale.to(device), static)
 
 
-def _check_weights(checkpoint: Fp8Checkpoint, selection: Selection) -> None:
+def check_weights(weights: Mapping[str, Fp8Weight], selection: Selection) -> None:
+    """Raise ValueError unless every FP8 weight has a linear of its shape among those selected."""
     found = {target.path: target.module for target in selection.targets}
-    for name, weight in checkpoint.weights.items():
+    for name, weight in weights.items():
         if name not in found:
             reason = selection.skipped.get(name, "the model has no such layer")
             raise ValueError(f"{name}: the checkpoint has FP8 codes for it, which cannot be loaded: {reason}.")
