@@ -196,9 +196,8 @@ class Gate:
         x, grad = torch.empty(m, k, dtype=dtype), torch.empty(m, sum(widths), dtype=dtype)
         narrow = torch.empty(m, len(widths), r, dtype=dtype)
         ints = [torch.empty(n, dtype=torch.int32) for n in (m, slots + 1, slots + 1, slots + 2)]
-        groups = None if slots == 1 else tuple(ints)
-        outer(x, narrow, (k,) * len(widths), groups, [torch.empty(slots, r, k) for _ in widths], by_rank=True)
-        outer(grad, narrow, tuple(widths), groups, [torch.empty(slots, w, r) for w in widths], by_rank=False)
+        outer(x, narrow, (k,) * len(widths), tuple(ints), [torch.empty(slots, r, k) for _ in widths], by_rank=True)
+        outer(grad, narrow, tuple(widths), tuple(ints), [torch.empty(slots, w, r) for w in widths], by_rank=False)
         weight = torch.empty(512, 512, dtype=FP8)
         for scale in (torch.empty(1), torch.empty(512, 1), torch.empty(4, 4)):
             self.label = f"{tuple(scale.shape)} {str(dtype)[6:]}"

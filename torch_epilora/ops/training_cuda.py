@@ -24,10 +24,6 @@ FEW = 64
 _BARE = torch.tensor([True], device="cpu")
 
 
-def _cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return [t.detach().to(dtype) for t in tensors]
-
-
 def _slices(widths: list[int]) -> Iterator[tuple[int, slice]]:
     start = 0
     for i, width in enumerate(widths):
@@ -35,31 +31,29 @@ def _slices(widths: list[int]) -> Iterator[tuple[int, slice]]:
         start += width
 
 
-def _scale_of(call: Train) -> Tensor | None:
-    """Scaling of each of h's columns, [slices, 1] or [1, 1], where all rows use one slot."""
-    return None if call.scaling is None else call.scaling.view(-1, 1)
+def _product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply, with the sum rounded to ``dtype`` alone."""
+    return torch.mm(x, y) if x.dtype == dtype else torch.mm(x, y, out_dtype=dtype)
 
 
-def _scaled(product: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scale an fp32 [M, slices, R] and round it once."""
-    if scale is None:
-        return product.to(dtype)
-    out = torch.empty(product.shape, dtype=dtype, device=product.device)
-    return torch.mul(product, scale, out=out)
+def _cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [t.to(dtype) for t in tensors]
 
 
-def _down(call: Train, source: Tensor, a: list[Tensor]) -> Tensor:
+def _scaled(call: Train, t: Tensor) -> Tensor:
+    """Scale the only slot's A or B, [slices, ...], and round it to x's dtype once; a power of two rounds nothing."""
+    if call.scaling is None:
+        return t.to(call.x.dtype)
+    out = torch.empty(t.shape, dtype=call.x.dtype, device=t.device)
+    return torch.mul(t, call.scaling.view(-1, *[1] * (t.dim() - 1)), out=out)
+
+
+def _down(call: Train, source: Tensor) -> Tensor:
     """Make h [M, slices, R]."""
     if call.groups is not None:
-        return torch.ops.epilora.shrink(source, a, None, call.scaling, *call.groups)
-    stacked = torch.cat([t[0] for t in a]) if len(a) > 1 else a[0][0]
-    h = _product(source, stacked.t())
-    return _scaled(h.view(source.shape[0], len(a), -1), _scale_of(call), source.dtype)
-
-
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply with an fp32 result."""
-    return torch.mm(x, y) if x.dtype == torch.float32 else torch.mm(x, y, out_dtype=torch.float32)
+        return torch.ops.epilora.shrink(source, _cast(call.a, source.dtype), None, call.scaling, *call.groups)
+    a = _scaled(call, torch.cat(call.a) if len(call.a) > 1 else call.a[0])
+    return torch.mm(source, a.view(-1, a.shape[2]).t()).view(source.shape[0], len(call.a), -1)
 
 
 def _unread(call: Train) -> tuple[Tensor, ...]:
@@ -74,8 +68,7 @@ def _forward(*arguments) -> tuple[Tensor, Tensor]:
     x, (n, _), m = call.x, call.weight.shape, call.x.shape[0]
     if unsupported(_capability(x.device)) or not x.numel() or not n:
         return train(*arguments)
-    a, b = _cast(call.a, x.dtype), _cast(call.b, x.dtype)
-    h = _down(call, x if call.adapter_x is None else call.adapter_x, a)
+    h, b = _down(call, x if call.adapter_x is None else call.adapter_x), _cast(call.b, x.dtype)
     if call.compute == "w8a8" or m <= FEW:
         y = torch.ops.epilora.lora_linear(
             x, None, call.x_scale, call.weight, call.weight_scale, call.bias, [], [], [], None, None,
@@ -150,8 +143,7 @@ def _gradients(*arguments) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     if unsupported(_capability(x.device)) or not x.numel() or not grad.numel():
         return backward(*arguments)
     source = x if adapter_x is None else adapter_x
-    a, b = _cast(call.a, x.dtype), _cast(call.b, x.dtype)
-    dh = _grad_h(call, grad, b)
+    dh = _grad_h(call, grad)
     da: list[Tensor] = []
     db: list[Tensor] = []
     if to_adapters:
@@ -159,7 +151,7 @@ def _gradients(*arguments) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     nothing = x.new_empty(0)
     if not to_x:
         return nothing, nothing, da, db
-    low = _grad_down(call, dh, a)
+    low = _grad_down(call, dh)
     if adapter_x is None:
         dx = low
         for columns, value in _columns(call):
@@ -171,31 +163,29 @@ def _gradients(*arguments) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     return dx, low, da, db
 
 
-def _grad_h(call: Train, grad: Tensor, b: list[Tensor]) -> Tensor:
-    """Make dh [M, slices, R] = scaling * grad B, rounded once."""
-    m, slices, r = grad.shape[0], len(b), b[0].shape[2]
-    if call.groups is not None:
-        dh = grad.new_empty((m, slices, r))
-        for i, columns in _slices([t.shape[1] for t in b]):
-            scaling = call.scaling if call.scaling is None or call.scaling.dim() == 1 else call.scaling[i]
-            turned = [b[i].transpose(1, 2).contiguous()]
-            dh[:, i] = torch.ops.epilora.shrink(grad[:, columns], turned, None, scaling, *call.groups)[:, 0]
-        return dh
-    product = torch.empty((m, slices, r), dtype=torch.float32, device=grad.device)
+def _grad_h(call: Train, grad: Tensor) -> Tensor:
+    """Make dh [M, slices, R] = scaling * grad B."""
+    b = call.b
+    dh = grad.new_empty((grad.shape[0], len(b), b[0].shape[2]))
     for i, columns in _slices([t.shape[1] for t in b]):
-        product[:, i] = _product(grad[:, columns], b[i][0])
-    return _scaled(product, _scale_of(call), grad.dtype)
+        scaling = call.scaling if call.scaling is None or call.scaling.dim() == 1 else call.scaling[i]
+        if call.groups is None:
+            torch.mm(grad[:, columns], _scaled(call._replace(scaling=scaling), b[i])[0], out=dh[:, i])
+        else:
+            turned = [b[i].to(grad.dtype).transpose(1, 2).contiguous()]
+            dh[:, i] = torch.ops.epilora.shrink(grad[:, columns], turned, None, scaling, *call.groups)[:, 0]
+    return dh
 
 
-def _grad_down(call: Train, dh: Tensor, a: list[Tensor]) -> Tensor:
+def _grad_down(call: Train, dh: Tensor) -> Tensor:
     """Make dh A, [M, K], summed over the slices."""
     m, k = call.x.shape
-    stacked = torch.cat(a, 1) if len(a) > 1 else a[0]
-    flat = dh.view(m, 1, -1)
+    a = (torch.cat(call.a, 1) if len(call.a) > 1 else call.a[0]).to(dh.dtype)
     if call.groups is None:
-        return torch.mm(flat[:, 0], stacked[0])
+        return torch.mm(dh.view(m, -1), a[0])
     y = dh.new_zeros((m, k))
-    torch.ops.epilora.expand_add_(y, flat, [stacked.transpose(1, 2).contiguous()], [], None, None, *call.groups)
+    flat = dh.view(m, 1, -1)
+    torch.ops.epilora.expand_add_(y, flat, [a.transpose(1, 2).contiguous()], [], None, None, *call.groups)
     return y
 
 
@@ -205,9 +195,14 @@ def _grad_adapters(
     """Make dA = dh^T x and dB = grad^T h of every slot."""
     from torch_epilora.ops.triton.outer import outer
 
+    widths, kind = [t.shape[1] for t in call.b], call.a[0].dtype
+    if call.groups is None:
+        whole = _product(dh.view(dh.shape[0], -1).t(), source, kind)
+        da = [t.clone() if len(call.a) > 1 else t for t in whole.view(len(call.a), 1, -1, whole.shape[1])]
+        return da, [_product(grad[:, columns].t(), h[:, i], kind)[None] for i, columns in _slices(widths)]
     da, db = ([torch.empty_like(t, memory_format=torch.contiguous_format) for t in g] for g in (call.a, call.b))
     outer(source, dh, (call.x.shape[1],) * len(da), call.groups, da, by_rank=True)
-    outer(grad, h, tuple(t.shape[1] for t in db), call.groups, db, by_rank=False)
+    outer(grad, h, tuple(widths), call.groups, db, by_rank=False)
     return da, db
 
 

@@ -27,27 +27,23 @@ _PROGRAMS = 528
 def outer_kernel(
     wide_ptr, narrow_ptr, planes_ptr, signal_ptr, out_ptrs, sorted_ptr, ids_ptr, counts_ptr, starts_ptr,
     M, R, num_groups, tiles, stride_wide, stride_slot, stride_r, stride_d, widths,
-    SHARED: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    SHARED: tl.constexpr, GROUPS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     BT: tl.constexpr, RANK_TILES: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One part of a [BR, BD] tile of out[slot, r, d] = sum over the slot's tokens of narrow[t, slice, r] wide[t, d].
 
-    SHARED: all slices have the same wide factor; otherwise each has its columns of it. WHOLE: all M tokens are of slot
-    0, and there is no metadata. A slot without tokens gets zeros.
+    SHARED: all slices have the same wide factor; otherwise each has its columns of it. Slots without tokens get zeros.
     """
     part = tl.program_id(0) % PARTS
     tile = tl.program_id(0) // PARTS
     r = (tile % RANK_TILES) * BR + tl.arange(0, BR)
     slice_index, base, begin, width = column_tile((tile // RANK_TILES) % tiles, widths, BD)
     slot = tile // (RANK_TILES * tiles)
-    start = 0
-    stop = M
-    if not WHOLE:
-        g = tl.arange(0, GROUPS)
-        mine = tl.load(ids_ptr + g, mask=g < num_groups, other=-1) == slot
-        start = tl.sum(tl.load(starts_ptr + g, mask=mine, other=0), 0)
-        stop = tl.minimum(start + tl.maximum(tl.sum(tl.load(counts_ptr + g, mask=mine, other=0), 0), 0), M)
-        start = tl.maximum(start, 0)
+    g = tl.arange(0, GROUPS)
+    mine = tl.load(ids_ptr + g, mask=g < num_groups, other=-1) == slot
+    start = tl.sum(tl.load(starts_ptr + g, mask=mine, other=0), 0)
+    stop = tl.minimum(start + tl.maximum(tl.sum(tl.load(counts_ptr + g, mask=mine, other=0), 0), 0), M)
+    start = tl.maximum(start, 0)
     span = tl.cdiv(tl.cdiv(tl.maximum(stop - start, 0), BT), PARTS) * BT
     first = start + part * span
     stop = tl.minimum(first + span, stop)
@@ -56,9 +52,7 @@ def outer_kernel(
     acc = tl.zeros([BR, BD], tl.float32)
     for t0 in tl.range(first, stop, BT, num_stages=STAGES):
         position = t0 + tl.arange(0, BT)
-        token = position
-        if not WHOLE:
-            token = tl.load(sorted_ptr + position, mask=position < stop, other=-1)
+        token = tl.load(sorted_ptr + position, mask=position < stop, other=-1)
         valid = (position < stop) & (token >= 0) & (token < M)
         token = token.to(tl.int64)
         wide = tl.load(
@@ -89,7 +83,7 @@ def outer_kernel(
 
 
 def outer(
-    wide: Tensor, narrow: Tensor, widths: tuple[int, ...], groups: tuple[Tensor, ...] | None, out: list[Tensor], *,
+    wide: Tensor, narrow: Tensor, widths: tuple[int, ...], groups: tuple[Tensor, ...], out: list[Tensor], *,
     by_rank: bool,
 ) -> None:  # fmt: skip
     """Launch the sums.
@@ -102,8 +96,8 @@ def outer(
         [M, slices, R], contiguous.
     widths : tuple of int
         D of each slice.
-    groups : tuple of Tensor, optional
-        Sorted tokens, ids, counts, starts; without them all tokens are of slot 0.
+    groups : tuple of Tensor
+        Sorted tokens, ids, counts, starts.
     out : list of Tensor
         A slice's result: [slots, R, D] if ``by_rank``, which is dA's, or [slots, D, R]; contiguous.
     by_rank : bool
@@ -116,12 +110,11 @@ def outer(
         count = tiles * config["PARTS"] * config["BR"] * config["BD"]
         planes = torch.empty(count, dtype=torch.float32, device=wide.device)
         signal = take_signal(wide.device, HEADER + tiles)
-    num_groups = groups[1].shape[0] if groups is not None else 1
     launch = kept(
-        outer_kernel, (wide.get_device(), wide.dtype, out[0].dtype), _shape, m, r, slots, num_groups, wide.stride(0),
-        widths, by_rank, groups is None, wide.dtype.itemsize,
+        outer_kernel, (wide.get_device(), wide.dtype, out[0].dtype), _shape, m, r, slots, groups[1].shape[0],
+        wide.stride(0), widths, by_rank, wide.dtype.itemsize,
     )  # fmt: skip
-    launch(wide, wide, narrow, planes, signal, tuple(out), *(groups if groups is not None else (wide,) * 4))
+    launch(wide, wide, narrow, planes, signal, tuple(out), *groups)
 
 
 def _config(m: int, r: int, slots: int, widths: tuple[int, ...], itemsize: int) -> tuple[int, dict]:
@@ -133,7 +126,7 @@ def _config(m: int, r: int, slots: int, widths: tuple[int, ...], itemsize: int) 
 
 
 def _shape(
-    m: int, r: int, slots: int, num_groups: int, stride_wide: int, widths: tuple[int, ...], by_rank: bool, whole: bool,
+    m: int, r: int, slots: int, num_groups: int, stride_wide: int, widths: tuple[int, ...], by_rank: bool,
     itemsize: int,
 ) -> Shape:  # fmt: skip
     tiles, config = _config(m, r, slots, widths, itemsize)
@@ -144,7 +137,7 @@ def _shape(
         m, r, num_groups, per_slot, stride_wide, tuple(r * w for w in widths), stride_r, stride_d, widths,
     )  # fmt: skip
     constants = dict(
-        SHARED=by_rank, WHOLE=whole, GROUPS=next_power_of_2(num_groups), BT=_TOKENS, STAGES=3 if itemsize == 2 else 1,
+        SHARED=by_rank, GROUPS=next_power_of_2(num_groups), BT=_TOKENS, STAGES=3 if itemsize == 2 else 1,
         num_warps=4, **config,
     )  # fmt: skip
     return (tiles * config["PARTS"],), integers, constants
