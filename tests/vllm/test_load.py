@@ -113,3 +113,32 @@ def test_the_hash_of_every_copy_of_a_configuration_says_what_is_traced(installed
     assert salted(config(additional_config={"epilora": {"enabled": False}})) == plain
     settings = load.Settings()
     assert load.salt(settings) != load.salt(replace(settings, mode="w8a16"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "environment", "wanted"),
+    [
+        ((9, 0), {}, True),
+        ((10, 0), {"EPILORA_DISABLE_PDL": "0"}, True),
+        ((8, 9), {}, False),
+        ((9, 0), {"EPILORA_DISABLE_PDL": "1"}, False),
+        ((9, 0), {"TORCHINDUCTOR_ENABLE_PDL": "0"}, False),
+    ],
+)
+def test_compiled_kernels_launch_the_next_one_early_where_ours_do(monkeypatch, capability, environment, wanted):
+    for name in ("EPILORA_DISABLE_PDL", "TORCHINDUCTOR_ENABLE_PDL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    options = SimpleNamespace(enable_pdl=False)
+    load.launch_early(capability, options)
+    assert options.enable_pdl is wanted
+    load.launch_early(capability, older := SimpleNamespace())
+    assert not vars(older)
+
+
+def test_without_early_launches_other_graphs_are_compiled(installed, monkeypatch):
+    monkeypatch.delenv("EPILORA_DISABLE_PDL", raising=False)
+    found = VllmConfig.compute_hash(config())
+    monkeypatch.setenv("EPILORA_DISABLE_PDL", "1")
+    assert VllmConfig.compute_hash(config()) != found

@@ -5,6 +5,7 @@ activations, and what their gradients need of the forward, h, is a second result
 Rounding activations to codes (``compute="w8a8"``) counts as the identity in the backward, whose products are 16-bit.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,30 +28,7 @@ for _name, _schema in SCHEMAS.items():
 
 
 class Train(NamedTuple):
-    """The arguments of ``lora_linear_train`` in the schema's order.
-
-    Attributes
-    ----------
-    x : Tensor
-        [M, K] bf16, fp16 or fp32 (fp64 too on the CPU under "w8a16", for gradcheck), K contiguous.
-    adapter_x : Tensor, optional
-        [M, K] of x's dtype: what the adapters read in x's place, say x after dropout.
-    x_scale : Tensor, optional
-        fp32, one element: the checkpoint's static scale for "w8a8".
-    weight, weight_scale : Tensor
-        e4m3 codes [N, K] and their fp32 scale in any layout.
-    bias : Tensor, optional
-        [N] of x's dtype.
-    a, b : list of Tensor
-        A [slots, R, K] and B [slots, N_i, R] of each output slice, in x's dtype or fp32 (rounded to x's dtype for the
-        products), R the rank of all; an adapter of a lower rank is filled up with zeros.
-    scaling : Tensor, optional
-        fp32 [slots] or [slices, slots].
-    sorted_tokens, ids, counts, starts : Tensor, optional
-        Which row uses which slot, as in ``Groups``. Without them there is one slot, and all rows use it.
-    compute : str
-        "w8a16" or "w8a8".
-    """
+    """The arguments of ``lora_linear_train`` in the schema's order; the function of that name says what they are."""
 
     x: Tensor
     adapter_x: Tensor | None
@@ -284,12 +262,12 @@ def lora_linear_train(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
     *,
     bias: Tensor | None = None,
     scaling: Tensor | None = None,
-    groups: tuple[Tensor, ...] | None = None,
+    groups: Sequence[Tensor] | None = None,
     adapter_x: Tensor | None = None,
     x_scale: Tensor | None = None,
     compute: str = "w8a16",
@@ -301,10 +279,29 @@ def lora_linear_train(
 
     Parameters
     ----------
-    x, weight, weight_scale, a, b, bias, scaling, adapter_x, x_scale, compute
-        As :class:`Train` has them.
+    x : Tensor
+        [M, K] bf16, fp16 or fp32 (fp64 too on the CPU under "w8a16", for gradcheck), K contiguous.
+    weight : Tensor
+        e4m3 codes [N, K].
+    weight_scale : Tensor
+        fp32 in any layout of :func:`scale_layout`.
+    a : sequence of Tensor
+        A [slots, R, K] of each output slice, in x's dtype or fp32. One adapter is used as a view, ``lora_a[None]``;
+        several are stacked, those of lower rank filled up with zeros.
+    b : sequence of Tensor
+        B [slots, N_i, R] of each output slice, in the dtype of ``a``.
+    bias : Tensor, optional
+        [N] in x's dtype.
+    scaling : Tensor, optional
+        fp32 [slots] or [slices, slots]; 1 if None.
     groups : Groups, optional
         Which row uses which slot; without it there is one slot, which all rows use.
+    adapter_x : Tensor, optional
+        [M, K] in x's dtype: what the adapters read in x's place, say x after dropout.
+    x_scale : Tensor, optional
+        fp32, one element: the checkpoint's static activation scale, with ``compute="w8a8"``.
+    compute : str
+        "w8a16" multiplies x itself by the codes' value, "w8a8" codes by codes.
 
     Returns
     -------

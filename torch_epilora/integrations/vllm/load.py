@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
@@ -13,6 +14,7 @@ from torch import nn
 
 from torch_epilora.integrations.vllm.settings import Settings, read_settings
 from torch_epilora.ops.schemas import SCHEMAS
+from torch_epilora.ops.switches import DISABLE_PDL, disabled_by
 
 logger = logging.getLogger("vllm.torch_epilora")  # below vLLM's own, which decides what is shown
 
@@ -63,12 +65,13 @@ def install() -> None:
 
 def build(load: Callable[[], nn.Module], vllm_config: Any) -> nn.Module:
     """Have vLLM build its LoRA layers with our classes among those it chooses from."""
+    from torch._inductor import config as inductor_config
     from vllm.lora import utils
     from vllm.platforms import current_platform
 
     from torch_epilora.integrations.vllm.ahead import compile_ahead
     from torch_epilora.integrations.vllm.head import Head
-    from torch_epilora.integrations.vllm.layers import classes
+    from torch_epilora.integrations.vllm.layers import Rows, classes
     from torch_epilora.integrations.vllm.plans import time_plans
 
     settings = read_settings(vllm_config.additional_config)
@@ -88,15 +91,29 @@ def build(load: Callable[[], nn.Module], vllm_config: Any) -> nn.Module:
         utils._all_lora_classes, utils.LogitsProcessorWithLoRA = originals
     report(model, list(refused))
     if current_platform.is_cuda():
+        if any(isinstance(module, Rows) for module in model.modules()):
+            launch_early(tuple(current_platform.get_device_capability()), inductor_config.triton)
         most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         time_plans(model, vllm_config.compilation_config.cudagraph_capture_sizes or (), most_tokens)
         compile_ahead(model, most_tokens)
     return model
 
 
+def launch_early(capability: tuple[int, ...], options: Any) -> None:
+    """Have torch.compile's kernels let the one after them start while they end, as ours do.
+
+    It changes no bit of a result. ``options`` are torch.compile's for Triton, which are the process's; who set
+    ``TORCHINDUCTOR_ENABLE_PDL`` has chosen, and a torch without that option goes without.
+    """
+    if capability < (9, 0) or disabled_by(DISABLE_PDL) or "TORCHINDUCTOR_ENABLE_PDL" in os.environ:
+        return
+    if hasattr(options, "enable_pdl"):
+        options.enable_pdl = True
+
+
 def salt(settings: Settings) -> str:
-    """Digest of all that changes a traced graph: the mode, the operators' schemas, and the sources of this plugin."""
-    whole = hashlib.sha256(repr((settings, sorted(SCHEMAS.items()))).encode())
+    """Digest of all that changes a compiled graph: the switches, the operators' schemas, and this plugin's sources."""
+    whole = hashlib.sha256(repr((settings, disabled_by(DISABLE_PDL), sorted(SCHEMAS.items()))).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         whole.update(path.read_bytes())
     return whole.hexdigest()[:16]

@@ -11,7 +11,7 @@ from torch_epilora.ops.triton.launch import Shape, kept
 from torch_epilora.ops.triton.linear import LAYOUTS
 
 _SIDE = tl.constexpr(BLOCK)
-_ROWS, _COLUMNS = 16, 512
+_ROWS, _COLUMNS = 1, 2048
 
 
 @triton.jit(do_not_specialize=["n_first", "n_stop", "k_first", "k_stop"])
