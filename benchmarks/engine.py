@@ -2,12 +2,14 @@
 
     python -m benchmarks.engine --systems base vllm ours --slots 1 32 --out /tmp/engine.json
     python -m benchmarks.engine --model FOLDER --quantization "" --adapters DIR DIR --slots 3 --out /tmp/real.json
+    python -m benchmarks.engine --together --out /tmp/times.json
 
 Needs vLLM, and this package installed (vLLM finds the plugin by its entry point). Each engine is a process of its own
-with empty caches, so that its start is that of a new machine. Without ``--model`` it is one of Qwen3-8B's shape with
-dummy weights and random adapters. ``base`` has no LoRA, ``vllm`` has it with the plugin off (``vllm_dual``: under
-VLLM_LORA_ENABLE_DUAL_STREAM; ``vllm_torch``: with PyTorch's FP8 product in place of CUTLASS's), ``ours`` has the plugin
-(``ours_w8a16``: with bf16 activations).
+with empty caches, so that its start is that of a new machine. With ``--together`` all start at once and are then
+measured one by one, which takes minutes less and says nothing of starts and of memory. Without ``--model`` it is one
+of Qwen3-8B's shape with dummy weights and random adapters. ``base`` has no LoRA, ``vllm`` has it with the plugin off
+(``vllm_dual``: under VLLM_LORA_ENABLE_DUAL_STREAM; ``vllm_torch``: with PyTorch's FP8 product in place of CUTLASS's),
+``ours`` has the plugin (``ours_w8a16``: with bf16 activations).
 
 A row says what an engine took, and under ``differs`` how far its log-probabilities are from those of ``vllm`` with as
 many slots: of a token that each step is made to choose, in the first step (the prompt's) and in later ones; of freely
@@ -20,6 +22,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
@@ -87,21 +91,61 @@ def dummy(folder: Path, rank: int) -> tuple[Path, Path]:
     return model, adapter
 
 
-def run(system: str, job: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Start one engine with empty caches; what it took, or ``error`` with the log's end."""
-    with tempfile.TemporaryDirectory(prefix="engine-") as folder:
-        paths = [Path(folder) / "job.json", Path(folder) / "out.json"]
-        paths[0].write_text(json.dumps(job))
-        env = {**os.environ, **ENV, **{name: f"{folder}/{name.lower()}" for name in CACHES}, **SYSTEMS[system]}
-        command = [sys.executable, "-m", "benchmarks.engine_part", *map(str, paths)]
+class Process:
+    """One engine in a process of its own, with empty caches.
+
+    Parameters
+    ----------
+    system : str
+        One of :data:`SYSTEMS`.
+    job : dict
+        What ``engine_part`` is told.
+    log : Path
+        Where its output goes.
+    """
+
+    def __init__(self, system: str, job: dict[str, Any], log: Path):
+        self._folder, self._log = tempfile.TemporaryDirectory(prefix="engine-"), log
+        self._turn, self._out = Path(self._folder.name) / "turn", Path(self._folder.name) / "out.json"
+        path = Path(self._folder.name) / "job.json"
+        path.write_text(json.dumps({**job, "turn": str(self._turn)}))
+        caches = {name: f"{self._folder.name}/{name.lower()}" for name in CACHES}
+        command = [sys.executable, "-m", "benchmarks.engine_part", str(path), str(self._out)]
         with open(log, "w") as file:
-            try:
-                code: object = subprocess.run(command, env=env, stdout=file, stderr=file, timeout=TIMEOUT).returncode
-            except subprocess.TimeoutExpired:
-                code = f"none in {TIMEOUT} s"
-        if code == 0:
-            return json.loads(paths[1].read_text())
-    return {"error": f"exit status {code}: {log.read_text(errors='replace')[-600:]}"}
+            env = {**os.environ, **ENV, **caches, **SYSTEMS[system]}
+            self._process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
+
+    def started(self) -> bool:
+        """Whether it waits for its turn, or has ended."""
+        return self._turn.with_suffix(".ready").exists() or self._process.poll() is not None
+
+    def result(self) -> dict[str, Any]:
+        """Let it measure; what it took, or ``error`` with the log's end."""
+        self._turn.with_suffix(".go").touch()
+        try:
+            code: object = self._process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = f"none in {TIMEOUT} s"
+        found = json.loads(self._out.read_text()) if code == 0 else None
+        self._folder.cleanup()
+        return found or {"error": f"exit status {code}: {self._log.read_text(errors='replace')[-600:]}"}
+
+
+def results(jobs: dict[tuple[str, int], dict[str, Any]], out: Path, together: bool) -> Iterator[tuple]:
+    """Measure engines; each one's key and what it took."""
+
+    def begin(key: tuple[str, int]) -> Process:
+        return Process(key[0], jobs[key], out.with_suffix(f".{key[0]}-{key[1]}.log"))
+
+    if not together:
+        yield from ((key, begin(key).result()) for key in jobs)
+        return
+    processes = {key: begin(key) for key in jobs}
+    until = time.monotonic() + TIMEOUT
+    while time.monotonic() < until and not all(process.started() for process in processes.values()):
+        time.sleep(0.5)
+    yield from ((key, process.result()) for key, process in processes.items())
 
 
 def differs(got: dict[str, list], want: dict[str, list]) -> dict[str, float]:
@@ -143,7 +187,8 @@ def told(row: dict) -> str:
     if "error" in row:
         return f"{row['system']} {row['slots']}: {row['error']}"
     times = f"one {median(row['one_ms']):.3f} ms, many {median(row['many_ms']):.3f} ms, first {row['first_ms']} ms"
-    rest = f"start {row['start_s']} s, KV {row['kv_tokens']}, same again {row['same_again']} {row.get('differs', '')}"
+    alone = f"start {row['start_s']} s, KV {row['kv_tokens']}, " if "start_s" in row else ""
+    rest = f"{alone}same again {row['same_again']} {row.get('differs', '')}"
     return f"{row['system']} {row['slots']}: {times}, {rest}"
 
 
@@ -156,6 +201,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a checkpoint's folder")
     parser.add_argument("--adapters", nargs="+", type=Path, help="PEFT folders of --model, taken in turn")
     parser.add_argument("--quantization", default="fp8", help='vLLM\'s; "" for a checkpoint that says it')
+    parser.add_argument("--together", action="store_true", help="start all engines at once, sharing the GPU's memory")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     if (options.model is None) != (options.adapters is None):
@@ -179,17 +225,20 @@ def main(arguments: list[str] | None = None) -> None:
         wanted = dict.fromkeys(
             (system, 0 if system == "base" else slots) for slots, system in product(options.slots, options.systems)
         )
-        found: dict[tuple[str, int], dict[str, Any]] = {}
+        jobs: dict[tuple[str, int], dict[str, Any]] = {}
         for system, slots in wanted:
             links = []
             for i in range(slots):  # adapters are told apart by their folders
                 links.append(Path(folder) / f"{system}-{slots}-{i}")
                 links[-1].symlink_to(adapters[i % len(adapters)].resolve())
-            job = {
+            jobs[system, slots] = {
                 "model": str(model), "quantization": options.quantization or None, "rank": options.rank,
                 "dummy": options.model is None, "slots": slots, "adapters": list(map(str, links)),
+                "together": options.together,
             }  # fmt: skip
-            found[system, slots] = run(system, job, options.out.with_suffix(f".{system}-{slots}.log"))
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for key, result in results(jobs, options.out, options.together):
+            found[key] = result
             rows = rows_of(found, {**head, "rank": options.rank})
             print(told(rows[-1]), flush=True)
             write(options.out, sources, rows)

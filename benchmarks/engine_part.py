@@ -1,9 +1,10 @@
 """One vLLM engine in a process of its own, as ``benchmarks.engine`` starts it: ``engine_part JOB.json OUT.json``.
 
 A job names ``model`` (a folder), ``quantization`` (or null), whether its weights are ``dummy``, ``slots`` (0: an engine
-without LoRA), ``rank`` and ``adapters`` (PEFT folders, one a slot). The outcome: seconds of the start, tokens that the
-KV cache holds, milliseconds a token of one request and a step of many, launches a step by kernel, and what was
-answered: questions by a real model, random tokens by dummy weights.
+without LoRA), ``rank``, ``adapters`` (PEFT folders, one a slot), whether engines run ``together`` on the GPU, and
+``turn``: a path at which ``.ready`` says that the engine has started, and ``.go`` lets it measure. The outcome: seconds
+of the start, tokens that the KV cache holds, milliseconds a token of one request and a step of many, launches a step by
+kernel, and what was answered: questions by a real model, random tokens by dummy weights.
 """
 
 import json
@@ -28,6 +29,8 @@ QUESTIONS = [
     for thing in ("honey", "a lighthouse", "the moon", "an old library")
 ]
 PROFILED = 8
+KV_BYTES = 4 << 30
+"""Of each engine's KV cache where several share a GPU: more than ``MANY`` requests take."""
 
 
 def start(job: dict[str, Any]) -> tuple[Any, float]:
@@ -35,11 +38,13 @@ def start(job: dict[str, Any]) -> tuple[Any, float]:
     from vllm import LLM
 
     lora = {"enable_lora": True, "max_loras": job["slots"], "max_cpu_loras": job["slots"], "max_lora_rank": job["rank"]}
+    # beside other engines, what is free tells nothing of what this one may take
+    memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": KV_BYTES} if job["together"] else {}
     begun = time.perf_counter()
     llm = LLM(
         job["model"], load_format="dummy" if job["dummy"] else "auto", quantization=job["quantization"],
-        skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048, gpu_memory_utilization=0.85, max_num_seqs=256,
-        disable_log_stats=True, enable_prefix_caching=False, **(lora if job["slots"] else {}),
+        skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048, max_num_seqs=256, disable_log_stats=True,
+        enable_prefix_caching=False, **(memory or {"gpu_memory_utilization": 0.85}), **(lora if job["slots"] else {}),
     )  # fmt: skip
     return llm, time.perf_counter() - begun
 
@@ -152,8 +157,13 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """All of one engine."""
     llm, seconds = start(job)
     cache = llm.llm_engine.vllm_config.cache_config
-    found: dict[str, Any] = {"start_s": round(seconds, 1), "kv_tokens": cache.num_gpu_blocks * cache.block_size}
+    alone = {"start_s": round(seconds, 1), "kv_tokens": cache.num_gpu_blocks * cache.block_size}
+    found: dict[str, Any] = {} if job["together"] else alone
     engine = Engine(llm, job)
+    turn = Path(job["turn"])
+    turn.with_suffix(".ready").touch()
+    while not turn.with_suffix(".go").exists():
+        time.sleep(0.1)
     found["answers"] = engine.answers()
     found["same_again"] = engine.answers() == found["answers"]
     found["one_ms"], found["first_ms"] = engine.step_ms(1)

@@ -13,7 +13,8 @@ tokens that the KV cache holds. *Base* is vLLM without LoRA, and ratios are to r
 of a step of one request, as `torch.profiler` counts them. qwen3-8b has dummy weights and random adapters, under vLLM's
 `fp8` (scales per tensor); SmolLM2-135M is a checkpoint that this library wrote (scales per channel), with the adapters
 of the demo. *Same again* is whether the same requests got the same bits twice; a file whose engines all answered alike,
-as dummy weights had it at commit 33ae326, does not tell. Each start was measured once. A system that a file's command
+as dummy weights had it at commit 33ae326, does not tell. Each start was measured once; engines
+that were started together have no such figures. A system that a file's command
 names and that has no row was cut off by the time limit of its run."""
 
 APART = """### What engines answer
@@ -68,10 +69,11 @@ def engines(rows: list[dict]) -> str:
             for time, kind in ((one, "one_ms"), (many, "many_ms"))
             for system in ("base", "vllm")
         ]
-        held = [other["kv_tokens"] for other in rows if (other["system"], other["slots"]) == ("vllm", slots)]
+        held = [other.get("kv_tokens") for other in rows if (other["system"], other["slots"]) == ("vllm", slots)]
         table.append(
             [row["model"], str(slots), NAMES[row["system"]], cell(one, 2), *ratios[:2], cell(many, 2), *ratios[2:],
-             f"{row['start_s']:.0f}", str(row["kv_tokens"]), over(row["kv_tokens"], held[0] if held else None),
+             cell(row.get("start_s"), 0), str(row.get("kv_tokens", "-")),
+             over(row.get("kv_tokens"), held[0] if held else None),
              launches(row, OURS), launches(row, VLLMS), "-" if not told else "yes" if row["same_again"] else "no"]
         )  # fmt: skip
     return measured(heading, table)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,23 +33,38 @@ def test_rows_say_how_far_an_engine_is_from_plain_vllm_with_as_many_slots() -> N
     assert "one 4.000 ms" in engine.told(rows[2]) and engine.told(rows[4]) == "vllm 2: no"
 
 
-def test_each_engine_has_empty_caches_and_one_that_fails_is_told(monkeypatch, tmp_path) -> None:
-    seen = []
-
-    def start(command, *, env, stdout, stderr, timeout):
-        seen.append({name: env[name] for name in (*engine.CACHES, "EPILORA_VLLM")})
-        job, out = map(Path, command[-2:])
-        if json.loads(job.read_text())["slots"] == 2:
-            stdout.write("out of memory")
-            return subprocess.CompletedProcess(command, 3)
-        out.write_text(json.dumps(FIGURES))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(engine.subprocess, "run", start)
-    assert engine.run("ours", {"slots": 1}, tmp_path / "log") == FIGURES
-    assert engine.run("vllm", {"slots": 2}, tmp_path / "log") == {"error": "exit status 3: out of memory"}
-    assert [caches["EPILORA_VLLM"] for caches in seen] == ["on", "off"]
-    assert len({caches[name] for caches in seen for name in engine.CACHES}) == 6
+@pytest.mark.parametrize("together", [False, True])
+def test_each_engine_has_empty_caches_and_its_turn_and_one_that_fails_is_told(monkeypatch, tmp_path, together) -> None:
+    part = """
+import json, os, pathlib, sys, time
+job = json.loads(pathlib.Path(sys.argv[1]).read_text())
+turn = pathlib.Path(job["turn"])
+if job["slots"] == 2:
+    sys.exit("out of memory")
+turn.with_suffix(".ready").touch()
+begun = time.time()
+while not turn.with_suffix(".go").exists():
+    time.sleep(0.01)
+names = job["names"]
+found = {"ready": begun, "go": time.time(), "environment": {n: os.environ[n] for n in names}}
+time.sleep(0.2)
+pathlib.Path(sys.argv[2]).write_text(json.dumps({**found, "end": time.time()}))
+"""
+    (tmp_path / "part.py").write_text(part)
+    begin = subprocess.Popen
+    monkeypatch.setattr(
+        engine.subprocess, "Popen",
+        lambda command, **more: begin([command[0], str(tmp_path / "part.py"), *command[3:]], **more),
+    )  # fmt: skip
+    names = [*engine.CACHES, "EPILORA_VLLM"]
+    jobs = {key: {"slots": key[1], "names": names} for key in (("ours", 1), ("vllm", 2), ("vllm", 1))}
+    found = dict(engine.results(jobs, tmp_path / "r.json", together))
+    assert found["vllm", 2] == {"error": "exit status 1: out of memory\n"}
+    seen = [found["ours", 1], found["vllm", 1]]
+    assert [one["environment"]["EPILORA_VLLM"] for one in seen] == ["on", "off"]
+    assert len({one["environment"][name] for one in seen for name in engine.CACHES}) == 6
+    assert seen[0]["end"] <= seen[1]["go"], "two engines were measured at once"
+    assert (seen[1]["ready"] < seen[0]["end"]) == together
 
 
 def test_a_dummy_model_has_an_adapter_for_each_linear(tmp_path, monkeypatch) -> None:
