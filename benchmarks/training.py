@@ -50,7 +50,7 @@ class Linears:
         self.a = [random(RANK, k, scale=k**-0.5).bfloat16().requires_grad_() for _ in widths]
         self.b = [random(n, RANK, scale=0.1).bfloat16().requires_grad_() for n in widths]
         self.masters = [t.detach().float().requires_grad_() for t in (*self.a, *self.b)]
-        self.scaling = torch.full((1,), SCALING, device=device)
+        self.scaling = torch.full((1,), SCALING, device="cpu")
         self.x = random(m, k).bfloat16().requires_grad_()
         self.grads = [random(m, n).bfloat16() for n in widths]
 

@@ -100,6 +100,19 @@ def test_again_and_in_a_graph_the_bits_are_the_same(slots: int, compute: str) ->
     assert all(torch.equal(g, w) for g, w in zip(captured, first, strict=True))
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_scaling_on_the_host_is_a_factor_of_the_gemms(slices: int) -> None:
+    layer = Layer(m=300, k=1024, widths=(1024, 256), r=16, device="cuda")
+    layer.scaling = torch.tensor([[0.3], [1.7]]) if slices == 2 else torch.tensor([0.3])
+    y = layer.run()
+    got = [y, *torch.autograd.grad(y, layer.leaves, layer.grad)]
+    layer.scaling = (layer.scaling if slices == 2 else layer.scaling.expand(2, 1).contiguous()).cuda()
+    wide = [t.detach().double().requires_grad_() for t in layer.leaves]
+    expected = layer.plain(wide)
+    want = [expected, *torch.autograd.grad(expected, wide, layer.grad.double())]
+    assert all(close(g, w, 1e-2) for g, w in zip(got, want, strict=True))
+
+
 def test_cut_weights_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(m=300, k=1024, widths=(1024, 256), r=16, device="cuda")
 

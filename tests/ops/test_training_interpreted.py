@@ -70,6 +70,24 @@ def test_backward(slots: int, master: torch.dtype, apart: bool) -> None:
             assert close(g, w, 8e-3)
 
 
+@pytest.mark.usefixtures("as_cuda")
+@pytest.mark.parametrize("where", ["equal", "by slice", "none"])
+def test_scaling_on_the_host(where: str) -> None:
+    layer = Layer()
+    if where == "equal":
+        layer.scaling = torch.tensor([0.3])
+    if where == "none":
+        layer.scaling = None
+    given = arguments(layer)
+    (y, h), (want, want_h) = training_cuda._forward(*given), train(*given)
+    assert close(h, want_h, 5e-3) and close(y, want, 5e-3)
+    x, adapter_x, _, weight, scale, _, *rest, _ = given
+    call = (layer.grad, x, adapter_x, h, weight, scale, *rest, True, True)
+    got, want = training_cuda._gradients(*call), backward(*call)
+    for g, w in zip((got[0], *got[2], *got[3]), (want[0], *want[2], *want[3]), strict=True):
+        assert close(g, w, 8e-3)
+
+
 @pytest.mark.parametrize("layout", ["tensor", "channel", "block"])
 def test_dequantize_any_part(layout: str) -> None:
     from torch_epilora.ops.triton.dequantize import dequantize

@@ -68,7 +68,7 @@ def train_linear(
         [_stack([pad(t, (0, 0, 0, rank - t.shape[0])) for t in a], kind)],
         [_stack([pad(t, (0, rank - t.shape[1])) for t in b], kind)],
         bias=linear.bias,
-        scaling=torch.cat([_one(s, flat) for s in scaling]),
+        scaling=_scalings(scaling, None if rows is None else flat.device),
         groups=None if rows is None else adapter_groups(rows, flat.shape[0], len(a)),
         adapter_x=None if adapter_x is None else linear.group.rows_of(adapter_x)[0],
         x_scale=linear.input_scale if compute == "w8a8" else None,
@@ -83,8 +83,13 @@ def _stack(adapters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return cast[0].unsqueeze(0) if len(cast) == 1 else torch.stack(cast)
 
 
-def _one(scaling: float | Tensor, x: Tensor) -> Tensor:
-    """Return a scaling as fp32 [1] beside x, without a copy from the host."""
-    if isinstance(scaling, Tensor):
-        return scaling.detach().to(x.device, torch.float32).reshape(1)
-    return torch.full((1,), scaling, dtype=torch.float32, device=x.device)
+def _scalings(scaling: Sequence[float | Tensor], device: torch.device | None) -> Tensor:
+    """Return scalings as fp32 on a device, numbers without one on the host; without a copy from the host."""
+    return torch.cat(
+        [
+            s.detach().to(device, torch.float32).reshape(1)
+            if isinstance(s, Tensor)
+            else torch.full((1,), s, dtype=torch.float32, device=device or "cpu")
+            for s in scaling
+        ]
+    )

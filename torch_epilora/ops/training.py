@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_epilora.ops import checks
 from torch_epilora.ops.reference import _members, _per_slot, dequantize_fp8, multiply
-from torch_epilora.ops.schemas import TAGS, library
+from torch_epilora.ops.schemas import HOST_TAGS, library
 
 _GROUPS = "Tensor? sorted_tokens, Tensor? ids, Tensor? counts, Tensor? starts"
 _ADAPTERS = f"Tensor[] a, Tensor[] b, Tensor? scaling, {_GROUPS}"
@@ -24,7 +24,7 @@ SCHEMAS = {
     f"Tensor weight_scale, {_ADAPTERS}, bool to_x, bool to_adapters) -> (Tensor, Tensor, Tensor[], Tensor[])",
 }
 for _name, _schema in SCHEMAS.items():
-    library.define(_name + _schema, tags=TAGS)
+    library.define(_name + _schema, tags=HOST_TAGS)
 
 
 class Train(NamedTuple):
@@ -74,7 +74,9 @@ def check_train(call: Train) -> None:
     like = x if kind == x.dtype else x.new_empty((0, x.shape[1]), dtype=kind)
     slots, r = checks.check_a(like, call.a)
     checks.check_b(like, call.b, [], len(call.a), slots, r, n)
-    checks.check_per_slot("scaling", call.scaling, torch.float32, len(call.a), slots, x)
+    on_host = call.scaling is not None and call.scaling.is_cpu and call.groups is None
+    near = like.new_empty((), device="cpu") if on_host else x
+    checks.check_per_slot("scaling", call.scaling, torch.float32, len(call.a), slots, near)
     given = [t is not None for t in call[9:13]]
     if any(given) != all(given):
         raise ValueError("sorted_tokens, ids, counts, starts: expected all of them or none.")
@@ -293,7 +295,8 @@ def lora_linear_train(
     bias : Tensor, optional
         [N] in x's dtype.
     scaling : Tensor, optional
-        fp32 [slots] or [slices, slots]; 1 if None.
+        fp32 [slots] or [slices, slots]; 1 if None. Without groups it may lie on the CPU, whatever x does: it is then a
+        factor of the GPU's GEMMs, and costs no launch.
     groups : Groups, optional
         Which row uses which slot; without it there is one slot, which all rows use.
     adapter_x : Tensor, optional

@@ -40,20 +40,38 @@ def _cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [t.to(dtype) for t in tensors]
 
 
-def _scaled(call: Train, t: Tensor) -> Tensor:
-    """Scale the only slot's A or B, [slices, ...], and round it to x's dtype once; a power of two rounds nothing."""
-    if call.scaling is None:
+def _factors(call: Train) -> list[float]:
+    """Scaling of each slice of the only slot, where the host knows it: a factor of the GEMM's own, before it rounds."""
+    if call.scaling is None or not call.scaling.is_cpu:
+        return [1.0] * len(call.a)
+    found = call.scaling.flatten().tolist()
+    return found if len(found) == len(call.a) else found * len(call.a)
+
+
+def _scaled(call: Train, t: Tensor, index: int | None = None) -> Tensor:
+    """A or B of the only slot in x's dtype, of all slices or one; scaled, and rounded once, if scaling is on the GPU."""
+    scaling = call.scaling
+    if scaling is None or scaling.is_cpu:
         return t.to(call.x.dtype)
+    if index is not None and scaling.dim() == 2:
+        scaling = scaling[index]
     out = torch.empty(t.shape, dtype=call.x.dtype, device=t.device)
-    return torch.mul(t, call.scaling.view(-1, *[1] * (t.dim() - 1)), out=out)
+    return torch.mul(t, scaling.view(-1, *[1] * (t.dim() - 1)), out=out)
 
 
 def _down(call: Train, source: Tensor) -> Tensor:
     """Make h [M, slices, R]."""
     if call.groups is not None:
         return torch.ops.epilora.shrink(source, _cast(call.a, source.dtype), None, call.scaling, *call.groups)
-    a = _scaled(call, torch.cat(call.a) if len(call.a) > 1 else call.a[0])
-    return torch.mm(source, a.view(-1, a.shape[2]).t()).view(source.shape[0], len(call.a), -1)
+    (m, _), slices, factors = source.shape, len(call.a), _factors(call)
+    a = _scaled(call, torch.cat(call.a) if slices > 1 else call.a[0])
+    h = source.new_empty((m, slices, a.shape[1]))
+    if len(set(factors)) == 1:
+        h.view(m, -1).addmm_(source, a.view(-1, a.shape[2]).t(), beta=0, alpha=factors[0])
+    else:
+        for i, factor in enumerate(factors):
+            h[:, i].addmm_(source, a[i].t(), beta=0, alpha=factor)
+    return h
 
 
 def _unread(call: Train) -> tuple[Tensor, ...]:
@@ -165,13 +183,13 @@ def _gradients(*arguments) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
 
 def _grad_h(call: Train, grad: Tensor) -> Tensor:
     """Make dh [M, slices, R] = scaling * grad B."""
-    b = call.b
+    b, factors = call.b, _factors(call)
     dh = grad.new_empty((grad.shape[0], len(b), b[0].shape[2]))
     for i, columns in _slices([t.shape[1] for t in b]):
-        scaling = call.scaling if call.scaling is None or call.scaling.dim() == 1 else call.scaling[i]
         if call.groups is None:
-            torch.mm(grad[:, columns], _scaled(call._replace(scaling=scaling), b[i])[0], out=dh[:, i])
+            dh[:, i].addmm_(grad[:, columns], _scaled(call, b[i], i)[0], beta=0, alpha=factors[i])
         else:
+            scaling = call.scaling if call.scaling is None or call.scaling.dim() == 1 else call.scaling[i]
             turned = [b[i].to(grad.dtype).transpose(1, 2).contiguous()]
             dh[:, i] = torch.ops.epilora.shrink(grad[:, columns], turned, None, scaling, *call.groups)[:, 0]
     return dh
