@@ -30,6 +30,7 @@ def tiny_chat_model(dtype: torch.dtype = torch.float32):
     config = LlamaConfig(
         vocab_size=258, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+        initializer_range=0.1,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype).eval()
 

@@ -187,13 +187,18 @@ def test_the_command_trains_saves_draws_and_serves(tmp_path):
 
 
 def test_the_command_says_what_is_wrong(tmp_path):
+    quantized = write_tiny_chat_model(tmp_path / "quantized")
+    config = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     for arguments, why in (
+        (["--model", str(quantized)], "got ValueError: one that is quantized already"),
         (["--model", str(tmp_path)], "expected the folder of a causal LM in safetensors with its tokenizer"),
         (["--data", str(tmp_path / "empty.jsonl")], "expected at least 2 lines"),
     ):
         (tmp_path / "empty.jsonl").write_text("")
         result = CliRunner().invoke(app, ["finetune", "--out", str(tmp_path / "out"), *arguments])
         assert result.exit_code == 1 and why in result.output and "Traceback" not in result.output
+        assert not (tmp_path / "out").exists()
     assert CliRunner().invoke(app, ["finetune"]).exit_code == 2
 
 

@@ -125,7 +125,7 @@ def finetune(
         )  # fmt: skip
     except ModuleNotFoundError as error:
         raise _lacks(error, "finetune") from None
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         raise _fail(str(error)) from None
 
 

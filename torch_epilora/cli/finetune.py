@@ -59,16 +59,18 @@ def run_finetune(
         ``out`` holds an adapter, the data or the model cannot be read, or the loss is not finite.
     FileNotFoundError
         The demo's model is not installed.
+    OSError
+        ``out`` cannot be written.
     """
     if (out / "adapter_config.json").exists():
         raise ValueError(f"out {out}: expected a folder without an adapter, got one that has one. Name another folder.")
-    out.mkdir(parents=True, exist_ok=True)
     chats = word_problems() if data is None else read_chats(data)
     device, dtype = choose_device()
     model, tokenizer = load_model(model_folder, device, dtype)
     longest = getattr(model.config, "max_position_embeddings", None)
     learnt, held_out = split(encode(tokenizer, chats, longest))
     shown = split(chats)[1][:SHOWN]
+    out.mkdir(parents=True, exist_ok=True)
     peft_model = add_adapter(model, base, rank, seed, slots=1)
     pad = tokenizer.pad_token_id
     before = held_out_loss(peft_model, held_out, batch=batch, pad=pad)

@@ -41,22 +41,25 @@ def load_model(folder: Path | None, device: torch.device, dtype: torch.dtype) ->
     FileNotFoundError
         The demo's model is not installed.
     ValueError
-        transformers cannot load the folder.
+        transformers cannot load the folder, or the model in it is quantized.
     """
     if folder is None:
         model, tokenizer = load_demo_model(device, dtype)
         model.name_or_path = MODEL_NAME  # PEFT writes it into the adapter's config
         return model, tokenizer
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    options = {"local_files_only": True}
     try:
-        options = {"local_files_only": True}
+        config = AutoConfig.from_pretrained(folder, **options)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError("one that is quantized already, which torch_epilora.load_quantized takes")
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"model {folder}: expected the folder of a causal LM in safetensors with its tokenizer, got "
-            f"{type(error).__name__}: {str(error)[:300]}. Name another folder."
+            f"model {folder}: expected the folder of a causal LM in safetensors with its tokenizer, not quantized, "
+            f"got {type(error).__name__}: {str(error)[:300]}. Name another folder."
         ) from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
