@@ -162,10 +162,10 @@ def test_what_is_served_is_what_was_trained(base, tmp_path):
     served = finetune_model.serve(model, tmp_path)
     with torch.no_grad(), te.adapters(served, ["tuned", None]):
         got = served(**inputs).logits
-    near = {"atol": 1e-4, "rtol": 1e-4} if base == "w8a16" else {"atol": 0.05, "rtol": 0.05}
-    torch.testing.assert_close(got[0], want, **near)
-    torch.testing.assert_close(got[1], bare, **near)
-    assert (want - bare).abs().max() > 0.5
+    # a bf16 base is rounded to FP8 once it is served
+    near = 1e-4 if base == "w8a16" else 0.08
+    assert (got[0] - want).norm() < near * want.norm() and (got[1] - bare).norm() < near * bare.norm()
+    assert (want - bare).norm() > 0.5 * bare.norm()
 
 
 def test_the_command_trains_saves_draws_and_serves(tmp_path):
