@@ -38,7 +38,8 @@ def test_systems_train_the_same_run_and_the_loaded_model_stays_as_it_was():
     bf16, w8a16, w8a8, other = (rows[i] for i in range(4))
     assert w8a16["losses"] == pytest.approx(bf16["losses"], rel=0.02) and w8a16["losses"] != bf16["losses"]
     assert w8a8["losses"] == pytest.approx(bf16["losses"], rel=0.05)
-    assert other["losses"][1:] != bf16["losses"][1:] and other["held_out_before"] == bf16["held_out_before"]
+    assert other["losses"][0] != bf16["losses"][0], "another order: adapters start at zero"
+    assert other["held_out_before"] == bf16["held_out_before"]
     assert finetune.measure("bf16", 0, 4, 2, 1, "cpu")["losses"] == bf16["losses"]
 
 
