@@ -3,7 +3,8 @@
     python -m benchmarks.finetune --out /tmp/finetune.json
     python -m benchmarks.finetune --jobs 9 --out /tmp/finetune.json
 
-The run of ``epilora finetune``: rank 16 on all linears, AdamW, word problems answered as JSON, loss on the answers.
+The run of ``epilora finetune``: rank 16 on all linears, AdamW, word problems answered as JSON, loss on the answers; but
+with numbers up to 999, so that the loss does not come down to nothing, and by default with no problem twice.
 Systems: ``bf16`` is PEFT on the bf16 model, ``w8a16`` and ``w8a8`` are PEFT on a patched one. A seed decides the order
 of the examples and the adapter's first values, alike in every system. A row has the loss of every step, that of 360
 held-out answers before and after, and the median of a step's seconds; those of runs side by side (``--jobs``, which a
@@ -33,14 +34,14 @@ from torch_epilora.cli.finetune_model import load_model
 from torch_epilora.cli.finetune_train import BASES, add_adapter, held_out_loss, train
 
 SYSTEMS = ("bf16", *(base for base in BASES if base != "bf16"))
-PROBLEMS, RANK, RATE = 3600, 16, 5e-4
+PROBLEMS, LARGEST, RANK, RATE = 3600, 999, 16, 5e-4
 
 
 @cache
 def loaded(device: str) -> tuple[Any, int, list, list]:
     """The model, its padding token and the examples, once a process."""
     model, tokenizer = load_model(None, torch.device(device), torch.bfloat16)
-    return model, tokenizer.pad_token_id, *split(encode(tokenizer, word_problems(PROBLEMS)))
+    return model, tokenizer.pad_token_id, *split(encode(tokenizer, word_problems(PROBLEMS, largest=LARGEST)))
 
 
 def measure(system: str, seed: int, steps: int, batch: int, jobs: int, device: str = "cuda") -> dict:

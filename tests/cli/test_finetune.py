@@ -25,9 +25,10 @@ CHATS = [
 OPTIONS = {"steps": 8, "batch": 2, "lr": 2e-2, "seed": 0, "pad": 0}
 
 
-def test_word_problems_are_right_different_and_decided_by_the_seed():
-    chats = finetune_data.word_problems(200, seed=1)
-    assert chats == finetune_data.word_problems(200, seed=1) != finetune_data.word_problems(200, seed=2)
+@pytest.mark.parametrize("largest", [12, 49, 999])
+def test_word_problems_are_right_different_and_decided_by_the_seed(largest):
+    chats = finetune_data.word_problems(200, seed=1, largest=largest)
+    assert chats == finetune_data.word_problems(200, 1, largest) != finetune_data.word_problems(200, 2, largest)
     assert len({question["content"] for question, _ in chats}) == 200
     for question, answer in chats:
         found = json.loads(answer["content"])

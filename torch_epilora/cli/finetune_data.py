@@ -42,7 +42,7 @@ class Example(NamedTuple):
     prompt: int
 
 
-def word_problems(count: int = 400, seed: int = 0) -> list[Chat]:
+def word_problems(count: int = 400, seed: int = 0, largest: int = 49) -> list[Chat]:
     """Make different arithmetic word problems, answered as a JSON object with ``working``, ``answer`` and ``unit``.
 
     Parameters
@@ -51,6 +51,8 @@ def word_problems(count: int = 400, seed: int = 0) -> list[Chat]:
         How many.
     seed : int
         The same seed gives the same problems.
+    largest : int
+        Largest number to add to or take from, at least 12: the larger, the more there is to learn.
 
     Returns
     -------
@@ -61,9 +63,9 @@ def word_problems(count: int = 400, seed: int = 0) -> list[Chat]:
     found: dict[str, str] = {}
     while len(found) < count:
         story, sign, asked = draw.choice(_STORIES)
-        a, b = draw.randint(2, 9), draw.randint(2, 9)
+        a, b = draw.randint(2, largest // 5), draw.randint(2, 9)
         if sign != "*":
-            a, b = draw.randint(12, 49), draw.randint(2, 11)
+            a, b = draw.randint(largest // 4, largest), draw.randint(2, largest // 4 - 1)
         words = {"name": draw.choice(_NAMES), "item": draw.choice(_ITEMS), "a": a, "b": b}
         place = draw.choice(_PLACES)
         place = place.capitalize() + "," if ". {place}" in story else place
