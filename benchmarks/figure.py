@@ -1,9 +1,10 @@
-"""The figures of docs/performance.md (EpiLoRA Figures 5 and 11), each drawn from one result file."""
+"""The figures of docs/performance.md (EpiLoRA Figures 5 and 11 among them), each drawn from one result file."""
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks.tables import over_bare, read
 
@@ -98,3 +99,17 @@ def draw_tenants(results: Path, target: Path) -> None:
         figure.suptitle(f"A layer of {MODEL}, rank {RANK}, {env['gpu']}")
         handles = {label: line for axes in row for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
+
+
+def draw_finetune(results: Path, target: Path) -> None:
+    """The loss by step: a line through each system's mean over its seeds, and a band from the least to the most."""
+    env, rows = read(results)
+    with drawing(results, target, (7, 4)) as figure:
+        axes = figure.subplots()
+        for i, system in enumerate(dict.fromkeys(row["system"] for row in rows)):
+            by_step = list(zip(*(row["losses"] for row in rows if row["system"] == system), strict=True))
+            steps = range(1, len(by_step) + 1)
+            axes.fill_between(steps, list(map(min, by_step)), list(map(max, by_step)), color=f"C{i}", alpha=0.2, lw=0)
+            axes.plot(steps, list(map(fmean, by_step)), color=f"C{i}", lw=1, label=system, gid=f"loss-{system}")
+        axes.set(xlabel="step", ylabel="loss of the answers' tokens", yscale="log", title=f"LoRA, {env['gpu']}")
+        axes.legend(frameon=False)

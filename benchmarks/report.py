@@ -3,14 +3,14 @@
 Every figure of the page is read from a JSON under benchmarks/results; a test compares the page with what this writes.
 ``layer_*.json`` and ``decode_*.json`` are of ``benchmarks.layer``, the latter with the decode path's columns;
 ``tenants.json``, ``large.json``, ``choices.json``, ``overhead.json``, ``exposure.json``, ``profile.json`` and
-``host.json`` are of the benchmarks of those names, ``engine_*.json`` of ``benchmarks.engine``. A file that is not there
-leaves its section out. Drawing the figures takes matplotlib.
+``host.json`` are of the benchmarks of those names, ``engine_*.json`` of ``benchmarks.engine``, ``finetune.json`` and
+``model_training*.json`` of those. A file that is not there leaves its section out. Drawing a figure takes matplotlib.
 """
 
 import argparse
 from pathlib import Path
 
-from benchmarks import figure, report_decode, report_engine, report_tenants
+from benchmarks import figure, report_decode, report_engine, report_tenants, report_training
 from benchmarks.tables import markdown, read, source
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +52,7 @@ RATIOS = {"chosen / vLLM": "vllm", "chosen / SGLang": "sglang"}
 FIGURES = {
     "exposure.json": (figure.draw_exposure, report_decode.FIGURE),
     "tenants.json": (figure.draw_tenants, report_tenants.FIGURE),
+    "finetune.json": (figure.draw_finetune, report_training.FIGURE),
 }
 """Result files that have a figure, what draws it, and its place beside the page."""
 
@@ -86,6 +87,7 @@ def page(results: Path = RESULTS) -> str:
     layers = [table(path) for path in sorted(results.glob("layer_*.json"))]
     rest = [
         *report_tenants.sections(results), *report_decode.sections(results), *report_engine.sections(results),
+        *report_training.sections(results),
     ]  # fmt: skip
     return "\n\n".join([INTRO.rstrip(), *layers, *rest]) + "\n"
 

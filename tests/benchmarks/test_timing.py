@@ -9,7 +9,8 @@ import torch
 
 from benchmarks import timing
 
-MODULES = ("layer", "tenants", "large", "overhead", "exposure", "choices", "host", "profile_call", "read_rate")
+MODULES = ("layer", "tenants", "large", "overhead", "exposure", "choices", "host", "profile_call", "read_rate",
+           "finetune", "model_training")  # fmt: skip
 
 
 @pytest.fixture

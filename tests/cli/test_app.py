@@ -16,7 +16,7 @@ from torch_epilora.cli.commands import app
 def test_help_lists_the_commands():
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("demo", "doctor", "bench"):
+    for command in ("demo", "doctor", "bench", "finetune"):
         assert command in result.output
 
 

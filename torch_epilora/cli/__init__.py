@@ -1,1 +1,1 @@
-"""The `epilora` command: `demo`, `doctor`, `bench` and `tune`."""
+"""The `epilora` command: `demo`, `finetune`, `doctor`, `bench` and `tune`."""

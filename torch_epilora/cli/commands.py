@@ -36,6 +36,14 @@ class Compute(StrEnum):
     w8a16 = "w8a16"
 
 
+class Base(StrEnum):
+    """What an adapter is trained on: FP8 weights under 16-bit or FP8 activations, or the model as it is."""
+
+    w8a16 = "w8a16"
+    w8a8 = "w8a8"
+    bf16 = "bf16"
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"torch-epilora {__version__}")
@@ -57,6 +65,16 @@ def _fail(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
+def _lacks(error: ModuleNotFoundError, command: str) -> typer.Exit:
+    """Say which library a command lacks; a module of our own that is missing is a fault, and raised."""
+    if error.name is None or error.name.startswith("torch_epilora"):
+        raise error
+    return _fail(
+        f"{error.name} is not installed; {command} needs the extra demo: "
+        "run `make demo`, or `pip install '.[demo]'` in the checkout"
+    )
+
+
 @app.command()
 def demo(
     adapters: Annotated[
@@ -71,12 +89,44 @@ def demo(
         # gguf is not imported before the model is read
         run_demo(adapters_folder=adapters)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("torch_epilora"):
-            raise
-        raise _fail(
-            f"{error.name} is not installed; the demo needs the extra demo: "
-            "run `make demo`, or `pip install '.[demo]'` in the checkout"
-        ) from None
+        raise _lacks(error, "the demo") from None
+
+
+@app.command()
+def finetune(
+    out: Annotated[Path, typer.Option(help="Folder to write the adapter to.", file_okay=False)],
+    base: Annotated[
+        Base, typer.Option(help="FP8 weights under 16-bit or FP8 activations, or the model as it is.")
+    ] = Base.w8a16,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.", min=1)] = 200,
+    batch: Annotated[int, typer.Option(help="Examples in a step.", min=1)] = 8,
+    rank: Annotated[int, typer.Option(help="Rank of the adapter.", min=1, max=4096)] = 16,
+    lr: Annotated[float, typer.Option(help="The highest learning rate.", min=0.0)] = 5e-4,
+    seed: Annotated[int, typer.Option(help="Of the adapter's first values and the order of the examples.")] = 0,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A causal LM's folder; by default the demo's model.", exists=True, file_okay=False),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSONL of prompt and completion, or of messages; by default generated word problems.",
+            exists=True, dir_okay=False,
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Train a LoRA adapter on an FP8 base with PEFT, save it, and serve it beside the bare base in one batch."""
+    try:
+        from torch_epilora.cli.finetune import run_finetune
+
+        run_finetune(
+            Console(), out, base=base.value, steps=steps, batch=batch, rank=rank, lr=lr, seed=seed,
+            model_folder=model, data=data,
+        )  # fmt: skip
+    except ModuleNotFoundError as error:
+        raise _lacks(error, "finetune") from None
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise _fail(str(error)) from None
 
 
 @app.command()

@@ -1,0 +1,97 @@
+"""The sections of training in docs/performance.md: what ``finetune.json`` and ``model_training*.json`` say."""
+
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.finetune import SYSTEMS, within
+from benchmarks.tables import cell, markdown, measured, read, source
+
+FIGURE = "figures/finetune.svg"
+NAMES = {
+    "bf16": "bf16",
+    "bf16_masters": "bf16, fp32 adapters",
+    "w8a16": "W8A16",
+    "w8a16_masters": "W8A16, fp32 adapters",
+    "w8a8": "W8A8",
+}
+
+FINETUNE = """## Training a model
+
+SmolLM2-135M-Instruct learns to answer word problems as JSON, with PEFT on bf16 and on a patched model: the same
+adapter, first values and order of examples under the same seed (`benchmarks/finetune.py`). The loss is that of the
+answers' tokens; *held-out* is that of 360 answers to other questions. *Apart* is the largest difference from bf16
+under one seed. A step's time has a dash where runs shared the GPU."""
+
+MODEL = """## A training step of a whole model
+
+A model of Qwen3-8B's shape with random weights, LoRA on its seven linears, gradient checkpointing: forward, backward
+and AdamW's step of the adapters, eagerly, in a process for each system (`benchmarks/model_training.py`). *bf16* is PEFT
+on the bf16 model, with adapters in bf16 or, PEFT's default, in fp32. The loss is that of 256 positions, in all systems.
+*Linears* are the frozen weights under adapters; *at rest* is what is allocated between two steps, *peak* the most
+within one (GB are 10^9 bytes)."""
+
+
+def finetune(rows: list[dict]) -> str:
+    """A row a system: held-out losses over its seeds, and a step's time."""
+    table = []
+    for system in SYSTEMS:
+        own = [row for row in rows if row["system"] == system]
+        if own:
+            losses = [row["held_out"] for row in own]
+            alone = all(row["jobs"] == 1 for row in own)
+            found = within(rows, system) if system != "bf16" else None
+            before = fmean(row["held_out_before"] for row in own)
+            milliseconds = fmean(row["step_s"] for row in own) * 1e3 if alone else None
+            table.append([
+                NAMES[system], str(len(own)), str(own[0]["steps"]), cell(before, 3), cell(fmean(losses), 4),
+                cell(min(losses), 4), cell(max(losses), 4), cell(found and found["apart"], 4), cell(milliseconds, 1),
+            ])  # fmt: skip
+    heading = ["base", "seeds", "steps", "held-out before", "held-out, mean", "least", "most", "apart", "ms a step"]
+    return measured(heading, table)
+
+
+def verdict(rows: list[dict]) -> str:
+    """The pass line, for each FP8 system that was measured."""
+    lines = []
+    for system in SYSTEMS[1:]:
+        found = within(rows, system)
+        if found is not None:
+            inside = "lies within" if found["within"] else "lies outside of"
+            lines.append(
+                f"{NAMES[system]}'s mean, {found['mean']:.4f}, {inside} bf16's from seed to seed, {found['low']:.4f} "
+                f"to {found['high']:.4f}."
+            )
+    return " ".join(lines)
+
+
+def model_step(rows: list[dict]) -> str:
+    """A row a system: time, ratio and memory."""
+    heading = ["base", "tokens", "rank", "ms a step", "/ bf16", "tokens/s", "linears, GB", "embeddings, head, GB",
+               "at rest, GB", "peak, GB", "peak - at rest, GB", "first loss"]  # fmt: skip
+    times = {row["system"]: row["ms"] for row in rows if "error" not in row}
+    table = []
+    for row in (row for row in rows if "error" not in row):
+        size = {name: count / 1e9 for name, count in row["bytes"].items()}
+        ratio = row["ms"] / times["bf16"] if "bf16" in times else None
+        table.append([
+            NAMES[row["system"]], f"{row['sequences']} x {row['length']}", str(row["rank"]), cell(row["ms"], 0),
+            cell(ratio, 2), f"{row['sequences'] * row['length'] / row['ms'] * 1e3:,.0f}", cell(size["linears"], 2),
+            cell(size["embeddings"], 2), cell(size["resting"], 1), cell(size["peak"], 1),
+            cell(size["peak"] - size["resting"], 1), cell(row["loss"], 3),
+        ])  # fmt: skip
+    return markdown(heading, table)
+
+
+def sections(results: Path) -> list[str]:
+    """The sections whose files are there."""
+    found = []
+    path = results / "finetune.json"
+    if path.exists():
+        env, rows = read(path)
+        figure = f"![The loss by step, one line a base, from its least to its most over the seeds]({FIGURE})"
+        found.append("\n\n".join([FINETUNE, source(path, env), finetune(rows), verdict(rows), figure]))
+    models = [(path, *read(path)) for path in sorted(results.glob("model_training*.json"))]
+    if models:
+        parts = [part for path, env, rows in models for part in (source(path, env), model_step(rows))]
+        found.append("\n\n".join([MODEL, *parts]))
+    return found
