@@ -49,7 +49,7 @@ def _factors(call: Train) -> list[float]:
 
 
 def _scaled(call: Train, t: Tensor, index: int | None = None) -> Tensor:
-    """Cast A or B of the only slot in x's dtype, all slices or one; scaled, and rounded once, if scaling is on the GPU."""
+    """Cast A or B of the only slot, of all slices or one, to x's dtype, and scale it where the GPU has the scaling."""
     scaling = call.scaling
     if scaling is None or scaling.is_cpu:
         return t.to(call.x.dtype)
