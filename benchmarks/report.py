@@ -2,9 +2,10 @@
 
 Every figure of the page is read from a JSON under benchmarks/results; a test compares the page with what this writes.
 ``layer_*.json`` and ``decode_*.json`` are of ``benchmarks.layer``, the latter with the decode path's columns;
-``tenants.json``, ``large.json``, ``choices.json``, ``overhead.json``, ``exposure.json``, ``profile.json`` and
-``host.json`` are of the benchmarks of those names, ``engine_*.json`` of ``benchmarks.engine``, ``finetune.json`` and
-``model_training*.json`` of those. A file that is not there leaves its section out. Drawing a figure takes matplotlib.
+``tenants.json``, ``large.json``, ``choices.json``, ``overhead.json``, ``exposure.json``, ``profile.json``,
+``host.json``, ``training.json``, ``finetune.json`` and ``model_training*.json`` are of the benchmarks of those names,
+``engine_*.json`` of ``benchmarks.engine``. A file that is not there leaves its section out. Drawing a figure takes
+matplotlib.
 """
 
 import argparse

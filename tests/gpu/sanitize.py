@@ -11,6 +11,7 @@ import torch
 
 from tests.cases import Case, make_case, oracle, sqnr
 from tests.gpu.paths import decode_serves, paths_at
+from tests.layers import Layer
 from torch_epilora.ops.triton.pdl import pdl_works
 
 SHAPES = [
@@ -55,6 +56,11 @@ def main(part: int = 0, parts: int = 1) -> None:
         y = torch.zeros(case.x.shape[0], case.weight.shape[0], dtype=case.x.dtype, device="cuda")
         torch.ops.epilora.expand_add_(y, h, case.b, [], case.rank, case.scaling, *case.groups[:4])
         torch.ops.epilora.quantize_fp8_group(case.x)
+    for dtype, slots in itertools.product((torch.bfloat16, torch.float32), (1, 3)):
+        layer = Layer(m=77, k=130, widths=(100, 60), r=9, slots=slots, dtype=dtype, device="cuda")
+        y = layer.run()
+        torch.autograd.grad(y, layer.leaves, layer.grad)
+        worst = min(worst, sqnr(y, layer.plain([t.double() for t in layer.leaves])))
     decodes = [path for path, _ in paths_at(1) if path == "lora_linear_decode"]
     for path, wanted in itertools.product(decodes, (False, True)):
         dependent(wanted)
