@@ -96,6 +96,30 @@ def test_rounded_activations_count_as_the_identity() -> None:
         assert torch.equal(g, w)
 
 
+def test_adapters_read_activations_before_they_are_rounded() -> None:
+    layer = Layer()
+    rows = (None,) * 4
+    given = layer.x, None, None, layer.codes, layer.scale, None, layer.a, layer.b, layer.scaling, *rows
+    h = [torch.ops.epilora.lora_linear_train(*given, compute)[1] for compute in ("w8a16", "w8a8")]
+    assert torch.equal(*h) and h[0].any()
+
+
+def test_an_adapter_below_half_a_step_of_the_codes_counts() -> None:
+    layer = Layer(dtype=torch.float64)
+    with torch.no_grad():
+        for t in layer.b:
+            t.mul_(1e-8)
+    update = torch.cat([layer.scaling[s] * b[0] @ a[0] for s, (a, b) in enumerate(zip(layer.a, layer.b, strict=True))])
+    weight = dequantize_fp8(layer.codes, layer.scale)
+    merged = (((weight + update) / layer.scale).to(torch.float8_e4m3fn).float() * layer.scale).detach()
+    assert torch.equal(merged, weight), "merging would keep it"
+    bare = layer.run(b=[torch.zeros_like(t) for t in layer.b])
+    delta = layer.run() - bare
+    scalings = torch.cat([layer.scaling[s].expand(w) for s, w in enumerate(layer.widths)])
+    want = torch.cat([layer.x @ a[0].t() @ b[0].t() for a, b in zip(layer.a, layer.b, strict=True)], 1) * scalings
+    assert delta.norm() > 0 and close(delta, want, 0.05)
+
+
 def test_zeros_stay_finite() -> None:
     layer = Layer(layout="block")
     with torch.no_grad():
