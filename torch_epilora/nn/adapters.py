@@ -79,7 +79,9 @@ def load_adapter(
     state, linears = patched_parts(model)
     _check_name(name)
     if not state.num_slots:
-        raise ValueError("model: expected slots for adapters, the model has no slots. Patch it with max_adapters >= 1.")
+        raise ValueError(
+            "model: expected slots for adapters, the model has no slots. Load it again, with max_adapters >= 1."
+        )
     slot = state.slots.get(name, _free_slot(state))
     if slot is None:
         raise ValueError(
