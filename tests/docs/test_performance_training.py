@@ -31,8 +31,8 @@ def test_the_losses_table_and_the_pass_line(tmp_path: Path) -> None:
     assert (bf16["base"], bf16["seeds"], bf16["steps"], bf16["held-out before"]) == ("bf16", "2", "3", "2.500")
     assert (bf16["held-out, mean"], bf16["least"], bf16["most"]) == ("0.1500", "0.1000", "0.2000")
     assert (bf16["apart"], w8a16["apart"], w8a8["apart"], bf16["ms a step"]) == ("-", "0.0300", "0.2000", "25.0")
-    assert "W8A16's mean, 0.1600, lies within bf16's from seed to seed, 0.1000 to 0.2000." in text
-    assert "W8A8's mean, 0.3000, lies outside of" in text
+    assert "W8A16's mean, 0.1600, lies within what bf16's seeds span, 0.1000 to 0.2000." in text
+    assert "W8A8's mean, 0.3000, lies above what" in text
 
 
 def test_times_of_runs_side_by_side_are_not_shown(tmp_path: Path) -> None:
