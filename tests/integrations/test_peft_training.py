@@ -397,3 +397,14 @@ def test_targets_of_other_classes_are_peft_s_own():
     ids = tokens(2, 5)
     with torch.no_grad():
         close(model(ids).logits, over_plain(model)(ids).logits)
+
+
+def test_an_adapter_that_peft_made_of_two_by_svd_runs():
+    model = over_fp8()
+    model.add_adapter("second", lora(r=3))
+    model.add_weighted_adapter(["default", "second"], [0.5, 0.7], "both", combination_type="svd", svd_rank=4)
+    model.set_adapter("both")
+    assert not next(iter(ours(model).values())).lora_A.both.weight.is_contiguous()
+    ids = tokens(2, 5)
+    with torch.no_grad():
+        close(model(ids).logits, over_plain(model)(ids).logits)

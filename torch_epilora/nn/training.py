@@ -78,8 +78,8 @@ def train_linear(
 
 
 def _stack(adapters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Put matrices of one shape into one tensor, a view where there is one of that dtype."""
-    cast = [t.to(dtype) for t in adapters]
+    """Put matrices of one shape into one tensor, a view where there is one of that dtype, row by row."""
+    cast = [t.to(dtype).contiguous() for t in adapters]
     return cast[0].unsqueeze(0) if len(cast) == 1 else torch.stack(cast)
 
 
