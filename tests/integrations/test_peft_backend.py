@@ -192,6 +192,7 @@ def test_hotswap_is_exact(tmp_path):
         ({"init_lora_weights": "orthogonal"}, "init_lora_weights: .*got 'orthogonal'"),
         ({"target_parameters": ["mlp.up_proj.weight"]}, "target_parameters: .*model.layers.0.mlp.up_proj"),
         ({"targets": ["q_proj"], "modules_to_save": ["k_proj"]}, "modules_to_save: .*got 'k_proj'.*exclude="),
+        ({"targets": ["q_proj"], "modules_to_save": ["mlp"]}, "modules_to_save: .*got 'mlp'.*holds model.layers.0.mlp"),
     ],
 )
 def test_what_needs_the_base_s_weight_is_refused_by_name(options, message):

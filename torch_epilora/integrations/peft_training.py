@@ -195,14 +195,15 @@ def _create_new_module(lora_config: LoraConfig, adapter_name: str, target: nn.Mo
 def _prepare_model(self: LoraModel, peft_config: LoraConfig, model: nn.Module) -> None:
     """Refuse the parts of a config that name patched linears as what is trained itself; PEFT's own steps follow."""
     for path in lora_linears(model):
-        for field, whole in (("modules_to_save", path), ("target_parameters", f".{path}.weight")):
+        above = [path[:end] for end, character in enumerate(path) if character == "."]
+        for field, wholes in (("modules_to_save", [path, *above]), ("target_parameters", [f".{path}.weight"])):
             for name in getattr(peft_config, field) or ():
                 # PEFT takes the end of a module's path, and whole components of a parameter's.
-                if whole.endswith(name if field == "modules_to_save" else f".{name}"):
+                if any(whole.endswith(name if field == "modules_to_save" else f".{name}") for whole in wholes):
                     raise NotImplementedError(
-                        f"{field}: expected no linear whose base is FP8, got {name!r}, which names {path}. Its codes "
-                        "cannot be trained: give it an adapter with target_modules, or leave it out of patch() with "
-                        "exclude=."
+                        f"{field}: expected no linear whose base is FP8, got {name!r}, which names or holds {path}. "
+                        "Its codes cannot be trained: give it an adapter with target_modules, or leave it out of "
+                        "patch() with exclude=."
                     )
     _prepare(self, peft_config, model)
 
