@@ -287,6 +287,8 @@ def test_the_base_is_not_saved_with_adapters_over_it(tmp_path):
     "config",
     [
         AdaLoraConfig(target_modules=["q_proj"], init_r=4, target_r=2, total_step=10),
+        # it adds in place, and gate's output was kept for the gradient of what multiplies up's
+        AdaLoraConfig(target_modules=["gate_proj", "up_proj"], init_r=4, target_r=2, total_step=10),
         OFTConfig(target_modules=["q_proj"], oft_block_size=16),
     ],
 )

@@ -21,10 +21,11 @@ from torch_epilora.nn.training import train_linear
 
 logger = logging.getLogger("torch_epilora")
 
-_create, _prepare, _check_merge = (
+_create, _prepare, _check_merge, _inject = (
     LoraModel._create_new_module,
     LoraModel._prepare_model,
     BaseTuner._check_merge_allowed,
+    BaseTuner.inject_adapter,
 )
 
 _INITS = (True, False, "gaussian", "eva")
@@ -48,8 +49,6 @@ class Fp8LoraLinear(Linear):
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
         super().__init__(base_layer, adapter_name, config, **kwargs)
-        # Its siblings may have no adapter, and none of them asks the group for this one's part any more.
-        self.get_base_layer().group.separate()
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter.
@@ -216,9 +215,21 @@ def _check_merge_allowed(self: BaseTuner) -> None:
     _check_merge(self)
 
 
+def _inject_adapter(self: BaseTuner, *args: Any, **kwargs: Any) -> None:
+    """Let PEFT lay its layers over a model, and every patched linear under one compute itself from now on.
+
+    Its siblings may have none, and what some of PEFT's methods add to in place may not be a part of a shared result.
+    """
+    _inject(self, *args, **kwargs)
+    for module in self.modules():
+        if isinstance(module, BaseTunerLayer) and isinstance(linear := module.get_base_layer(), LoraLinear):
+            linear.group.separate()
+
+
 @cache
 def enable() -> None:
     """Let PEFT make :class:`Fp8LoraLinear` over patched linears, from now on in this process."""
     LoraModel._create_new_module = staticmethod(_create_new_module)
     LoraModel._prepare_model = _prepare_model
     BaseTuner._check_merge_allowed = _check_merge_allowed
+    BaseTuner.inject_adapter = _inject_adapter
