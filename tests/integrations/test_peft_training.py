@@ -399,6 +399,31 @@ def test_targets_of_other_classes_are_peft_s_own():
         close(model(ids).logits, over_plain(model)(ids).logits)
 
 
+def test_dropout_in_a_mixed_batch_is_applied(caplog):
+    model = over_fp8(lora(lora_dropout=0.5)).train()
+    layer, x = next(iter(ours(model).values())), torch.randn(2, 3, 64)
+    reference = next(m for m in over_plain(model).modules() if hasattr(m, "lora_A"))
+    outputs = []
+    for m in (layer, reference):
+        torch.manual_seed(11)
+        outputs.append(m(x, adapter_names=["default", "default"]))
+    close(*outputs)
+    assert not torch.equal(layer(x, adapter_names=["default", "default"]), outputs[0]), "another mask changed nothing"
+    assert ["dropout" in r.message for r in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_hooks_of_an_adapter_s_modules_are_called(part):
+    model = over_fp8()
+    layer, x, seen = next(iter(ours(model).values())), torch.randn(2, 64), []
+    want = layer(x)
+    handle = getattr(layer, part).default.register_forward_hook(lambda *call: seen.append(call))
+    close(layer(x), want)
+    assert len(seen) == 1
+    handle.remove()
+    assert torch.equal(layer(x), want) and len(seen) == 1
+
+
 def test_an_adapter_that_peft_made_of_two_by_svd_runs():
     model = over_fp8()
     model.add_adapter("second", lora(r=3))

@@ -44,7 +44,8 @@ class Fp8LoraLinear(Linear):
     """PEFT's LoRA layer over a patched linear: base and adapter are one call of our operator.
 
     That holds for one active adapter, its dropout included, and for ``adapter_names=`` with one a row. Several active
-    adapters, ``lora_bias`` and PEFT's variants of LoRA take PEFT's arithmetic on top of the base's output.
+    adapters, ``lora_bias``, PEFT's variants of LoRA, forward hooks on an A or B, and dropout among ``adapter_names=``
+    take PEFT's arithmetic on top of the base's output.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
@@ -87,6 +88,8 @@ class Fp8LoraLinear(Linear):
         if names:
             self._check_no_slots()
             reason = self._why_not_fused(names)
+            if any(_drops(self.lora_dropout[name]) for name in names):
+                reason = "adapters in a mixed batch have dropout"
             if reason is None:
                 rows = [names.index(name) if name in names else -1 for name in adapter_names]
                 return self._fused(x, names, torch.tensor(rows, dtype=torch.int32, device=x.device))
@@ -110,6 +113,8 @@ class Fp8LoraLinear(Linear):
                 return f"an adapter is a {type(self.lora_variant[name]).__name__}"
             if self.lora_bias[name]:
                 return "an adapter has lora_bias"
+            if any(m._forward_hooks or m._forward_pre_hooks for m in (self.lora_A[name], self.lora_B[name])):
+                return "an adapter has forward hooks"
         return None
 
     def _check_no_slots(self) -> None:
