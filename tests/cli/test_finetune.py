@@ -51,6 +51,7 @@ def test_both_forms_of_data_are_read(tmp_path):
     [
         ("{", "line 2: expected .* got no JSON"),
         ("[1]", "line 2: expected .* got list"),
+        (r'{"prompt": "\ud800", "completion": "a"}', "line 2: expected .* got no JSON: .*surrogates not allowed"),
         ('{"prompt": "a"}', r"line 2: expected .* got the keys \['prompt'\]"),
         ('{"prompt": "a", "completion": ""}', "Both texts are needed"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "messages: expected at least two"),
@@ -64,6 +65,20 @@ def test_bad_data_is_refused_with_its_line(tmp_path, line, message):
     path.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n" + line)
     with pytest.raises(ValueError, match=message):
         finetune_data.read_chats(path)
+
+
+def test_separators_that_are_no_line_s_end_stay_in_texts(tmp_path):
+    path, text = tmp_path / "data.jsonl", "a\u2028b\x85c"
+    path.write_bytes(
+        "\r\n".join(json.dumps({"prompt": text, "completion": text}, ensure_ascii=False) for _ in range(2)).encode()
+    )
+    assert finetune_data.read_chats(path) == [finetune_data._chat(text, text)] * 2
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system here') }}", "{{ broken"])
+def test_what_the_chat_template_does_not_take_is_refused(template):
+    with pytest.raises(ValueError, match=r"chat 1 \(.*\): expected messages that the tokenizer's chat template takes"):
+        finetune_data.encode(tiny_tokenizer(template), CHATS)
 
 
 @pytest.mark.parametrize("template", [True, False])

@@ -94,7 +94,7 @@ def read_chats(path: Path) -> list[Chat]:
         The file cannot be read, holds fewer than two chats, or a line is neither form; the line is named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() also cuts at what JSON has inside of texts
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"data {path}: expected a JSONL file in UTF-8, got {error}. Name another file.") from error
     chats = [_read(line, f"data {path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
@@ -114,6 +114,7 @@ def _read(line: str, where: str) -> Chat:
     expected = 'expected {"prompt": text, "completion": text} or {"messages": [...]}'
     try:
         record = json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {expected}, got no JSON: {error}. Write one JSON object a line.") from error
     if not isinstance(record, dict):
@@ -171,13 +172,23 @@ def encode(tokenizer: Any, chats: Sequence[Chat], longest: int | None = None) ->
     Raises
     ------
     ValueError
-        A chat is longer than ``longest``, or the tokenizer has no token for the end of a sequence.
+        A chat is longer than ``longest`` or does not fit the chat template, or the tokenizer has no token for the end
+        of a sequence.
     """
+    from jinja2 import TemplateError
+
     if tokenizer.eos_token_id is None:
         raise ValueError("tokenizer: expected an eos_token, which ends an answer, got none. Set it in the tokenizer.")
     examples = []
     for i, chat in enumerate(chats):
-        prompt = tokenizer(prompt_text(tokenizer, chat[:-1]), add_special_tokens=not tokenizer.chat_template)
+        try:
+            text = prompt_text(tokenizer, chat[:-1])
+        except TemplateError as error:
+            raise ValueError(
+                f"chat {i + 1} ({chat[0]['content'][:40]!r}...): expected messages that the tokenizer's chat template "
+                f"takes, got from it: {error}. Change the messages, or the template."
+            ) from error
+        prompt = tokenizer(text, add_special_tokens=not tokenizer.chat_template)
         answer = tokenizer(chat[-1]["content"], add_special_tokens=False)["input_ids"]
         tokens = [*prompt["input_ids"], *answer, tokenizer.eos_token_id]
         if longest is not None and len(tokens) > longest:
