@@ -218,6 +218,14 @@ def test_the_command_says_what_is_wrong(tmp_path):
     assert CliRunner().invoke(app, ["finetune"]).exit_code == 2
 
 
+def test_a_last_step_that_breaks_the_adapter_saves_nothing(tmp_path):
+    folder = write_tiny_chat_model(tmp_path / "model")
+    out, command = tmp_path / "out", ["finetune", "--model", str(folder), "--steps", "1", "--lr", "1e30"]
+    result = CliRunner().invoke(app, [*command, "--out", str(out)])
+    assert result.exit_code == 1 and "expected a finite loss after the last step, got nan" in result.output
+    assert not list(out.iterdir())
+
+
 def test_without_matplotlib_the_curve_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "matplotlib is not installed" in finetune.draw_losses([1.0], tmp_path / "loss.png")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,6 +79,8 @@ def run_finetune(
     losses = _train(console, peft_model, learnt, steps=steps, batch=batch, lr=lr, seed=seed, pad=pad)
     seconds = time.perf_counter() - begin
     after = held_out_loss(peft_model, held_out, batch=batch, pad=pad)
+    if not math.isfinite(after):
+        raise ValueError(f"lr {lr:g}: expected a finite loss after the last step, got {after}. Try a lower one.")
     peft_model.save_pretrained(out, save_embedding_layers=False)
     figure = draw_losses(losses, out / FIGURE)
     served = serve(peft_model, out)
