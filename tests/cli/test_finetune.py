@@ -218,12 +218,38 @@ def test_the_command_says_what_is_wrong(tmp_path):
     assert CliRunner().invoke(app, ["finetune"]).exit_code == 2
 
 
+@pytest.mark.parametrize("base", ["w8a16", "bf16"])
+def test_a_model_that_cannot_be_served_is_refused_before_it_is_trained(base, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder, out = write_tiny_chat_model(tmp_path / "model"), tmp_path / "out"
+    config = GPT2Config(vocab_size=258, n_embd=32, n_layer=1, n_head=2, n_positions=256, bos_token_id=1, eos_token_id=1)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    command = ["finetune", "--out", str(out), "--model", str(folder), "--steps", "1", "--base", base]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1 and "Conv1D" in result.output and not out.exists()
+
+
 def test_a_last_step_that_breaks_the_adapter_saves_nothing(tmp_path):
     folder = write_tiny_chat_model(tmp_path / "model")
     out, command = tmp_path / "out", ["finetune", "--model", str(folder), "--steps", "1", "--lr", "1e30"]
     result = CliRunner().invoke(app, [*command, "--out", str(out)])
     assert result.exit_code == 1 and "expected a finite loss after the last step, got nan" in result.output
     assert not list(out.iterdir())
+
+
+def test_a_model_that_lacks_tokens_or_half_of_its_file_is_refused(tmp_path):
+    folder, out = write_tiny_chat_model(tmp_path / "model"), tmp_path / "out"
+    model = tiny_chat_model()
+    model.resize_token_embeddings(100)
+    for why in ("expected an embedding for every token of its tokenizer, got 100", "got SafetensorError"):
+        if why.startswith("expected"):
+            model.save_pretrained(folder)
+        else:
+            (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+        result = CliRunner().invoke(app, ["finetune", "--out", str(out), "--model", str(folder)])
+        assert result.exit_code == 1 and why in " ".join(result.output.split()), result.output
+        assert not out.exists()
 
 
 def test_without_matplotlib_the_curve_is_left_out(monkeypatch, tmp_path):

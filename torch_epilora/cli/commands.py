@@ -102,7 +102,9 @@ def finetune(
     batch: Annotated[int, typer.Option(help="Examples in a step.", min=1)] = 8,
     rank: Annotated[int, typer.Option(help="Rank of the adapter.", min=1, max=4096)] = 16,
     lr: Annotated[float, typer.Option(help="The highest learning rate.", min=0.0)] = 5e-4,
-    seed: Annotated[int, typer.Option(help="Of the adapter's first values and the order of the examples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the adapter's first values and the order of the examples.", min=0, max=2**63 - 1)
+    ] = 0,
     model: Annotated[
         Path | None,
         typer.Option(help="A causal LM's folder; by default the demo's model.", exists=True, file_okay=False),

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from torch_epilora.cli.demo import choose_device
 from torch_epilora.cli.finetune_data import Chat, Example, encode, read_chats, split, word_problems
-from torch_epilora.cli.finetune_model import answer, load_model, serve
+from torch_epilora.cli.finetune_model import answer, check_servable, load_model, serve
 from torch_epilora.cli.finetune_train import add_adapter, held_out_loss, train
 
 __all__ = ["draw_losses", "run_finetune"]
@@ -68,8 +68,11 @@ def run_finetune(
     chats = word_problems() if data is None else read_chats(data)
     device, dtype = choose_device()
     model, tokenizer = load_model(model_folder, device, dtype)
+    check_servable(model)
     longest = getattr(model.config, "max_position_embeddings", None)
-    learnt, held_out = split(encode(tokenizer, chats, longest))
+    examples = encode(tokenizer, chats, longest)
+    _check_tokens(examples, model.get_input_embeddings().num_embeddings)
+    learnt, held_out = split(examples)
     shown = split(chats)[1][:SHOWN]
     out.mkdir(parents=True, exist_ok=True)
     peft_model = add_adapter(model, base, rank, seed, slots=1)
@@ -92,6 +95,16 @@ def run_finetune(
         f"adapter: {out}\nloss curve: {figure}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _check_tokens(examples: Sequence[Example], vocabulary: int) -> None:
+    """Raise unless the model has an embedding of every token."""
+    largest = max(max(example.tokens) for example in examples)
+    if largest >= vocabulary:
+        raise ValueError(
+            f"model: expected an embedding for every token of its tokenizer, got {vocabulary}, and token {largest} in "
+            "the data. Use the tokenizer that the model was trained with."
+        )
 
 
 def _train(console: Console, model: Any, examples: Sequence[Example], *, steps: int, **options: Any) -> list[float]:

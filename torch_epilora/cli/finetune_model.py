@@ -12,8 +12,10 @@ import torch_epilora as te
 from torch_epilora.cli.demo_model import MODEL_NAME, decode_answers, load_demo_model
 from torch_epilora.cli.finetune_data import Chat, prompt_text
 from torch_epilora.nn.linear import lora_linears
+from torch_epilora.nn.patch import EXCLUDE, read_patterns
+from torch_epilora.nn.select import select
 
-__all__ = ["ADAPTER", "answer", "load_model", "serve"]
+__all__ = ["ADAPTER", "answer", "check_servable", "load_model", "serve"]
 
 ADAPTER = "tuned"
 """Name of the adapter's slot."""
@@ -47,6 +49,7 @@ def load_model(folder: Path | None, device: torch.device, dtype: torch.dtype) ->
         model, tokenizer = load_demo_model(device, dtype)
         model.name_or_path = MODEL_NAME  # PEFT writes it into the adapter's config
         return model, tokenizer
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     options = {"local_files_only": True}
@@ -56,7 +59,7 @@ def load_model(folder: Path | None, device: torch.device, dtype: torch.dtype) ->
             raise ValueError("one that is quantized already, which torch_epilora.load_quantized takes")
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(
             f"model {folder}: expected the folder of a causal LM in safetensors with its tokenizer, not quantized, "
             f"got {type(error).__name__}: {str(error)[:300]}. Name another folder."
@@ -65,6 +68,22 @@ def load_model(folder: Path | None, device: torch.device, dtype: torch.dtype) ->
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
+
+
+def check_servable(model: Any) -> None:
+    """Raise unless ``serve`` will find linears that can be patched.
+
+    Parameters
+    ----------
+    model : transformers model
+        In 16 or 32 bits; left as it is.
+
+    Raises
+    ------
+    ValueError
+        There is no such linear.
+    """
+    select(model, *read_patterns(None, EXCLUDE), {})
 
 
 def serve(peft_model: Any, folder: Path) -> Any:
