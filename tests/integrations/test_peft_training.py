@@ -433,3 +433,16 @@ def test_an_adapter_that_peft_made_of_two_by_svd_runs():
     ids = tokens(2, 5)
     with torch.no_grad():
         close(model(ids).logits, over_plain(model)(ids).logits)
+
+
+def test_the_adapter_itself_is_kept_for_the_backward_and_may_not_change_before():
+    layer, x, kept = next(iter(ours(over_fp8()).values())), torch.randn(2, 64), set()
+    a, b = layer.lora_A.default.weight, layer.lora_B.default.weight
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.data_ptr()) or t, lambda t: t):
+        layer(x)
+    assert {a.data_ptr(), b.data_ptr()} <= kept
+    y = layer(x)
+    with torch.no_grad():
+        a.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

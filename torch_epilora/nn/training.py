@@ -65,8 +65,8 @@ def train_linear(
         flat,
         linear.weight,
         linear.weight_scale,
-        [_stack([pad(t, (0, 0, 0, rank - t.shape[0])) for t in a], kind)],
-        [_stack([pad(t, (0, rank - t.shape[1])) for t in b], kind)],
+        [_stack([_fill(t, 0, rank) for t in a], kind)],
+        [_stack([_fill(t, 1, rank) for t in b], kind)],
         bias=linear.bias,
         scaling=_scalings(scaling, None if rows is None else flat.device),
         groups=None if rows is None else adapter_groups(rows, flat.shape[0], len(a)),
@@ -75,6 +75,12 @@ def train_linear(
         compute=compute,
     )
     return y.view(*x.shape[:-1], linear.out_features).to(dtype)
+
+
+def _fill(t: Tensor, dim: int, rank: int) -> Tensor:
+    """Fill an A (dim 0) or B (dim 1) up with zeros to a rank; one that has it is taken as it is, which pad copies."""
+    missing = rank - t.shape[dim]
+    return t if not missing else pad(t, (0, 0, 0, missing) if dim == 0 else (0, missing))
 
 
 def _stack(adapters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
