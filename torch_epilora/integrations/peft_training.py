@@ -48,9 +48,6 @@ class Fp8LoraLinear(Linear):
     take PEFT's arithmetic on top of the base's output.
     """
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
-        super().__init__(base_layer, adapter_name, config, **kwargs)
-
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter.
 
