@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_epilora.ops.arithmetic import cdiv, next_power_of_2
-from torch_epilora.ops.triton.common import column_tile, pick
+from torch_epilora.ops.triton.common import column_tile, on_device, pick
 from torch_epilora.ops.triton.launch import Shape, kept
 from torch_epilora.ops.triton.signals import HEADER, take_signal
 from torch_epilora.ops.triton.sync import arrive
@@ -109,7 +109,8 @@ def outer(
     if config["PARTS"] > 1:
         count = tiles * config["PARTS"] * config["BR"] * config["BD"]
         planes = torch.empty(count, dtype=torch.float32, device=wide.device)
-        signal = take_signal(wide.device, HEADER + tiles)
+        with on_device(wide):
+            signal = take_signal(wide.device, HEADER + tiles)
     launch = kept(
         outer_kernel, (wide.get_device(), wide.dtype, out[0].dtype), _shape, m, r, slots, groups[1].shape[0],
         wide.stride(0), widths, by_rank, wide.dtype.itemsize,
