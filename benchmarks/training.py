@@ -30,6 +30,7 @@ from benchmarks.layer import write
 from benchmarks.models import MODELS
 from benchmarks.timing import add_run_options, check_run_options, environment, need_gpu
 from torch_epilora.ops import dequantize_fp8, lora_linear_train
+from torch_epilora.ops.timing import capture
 
 RANK, SCALING, TIMES = 64, 0.5, 5
 Step = Callable[[], list[Tensor]]
@@ -200,19 +201,6 @@ def agreement(got: list[Tensor], want: list[Tensor]) -> tuple[float, float]:
     return min(cosines), max(ratios, key=lambda r: abs(r - 1))
 
 
-def captured(step: Step) -> Callable[[], None]:
-    """A step as a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def interleaved(steps: dict[str, Callable[[], object]], repeat: int) -> dict[str, list[float]]:
     """Milliseconds of each step, the steps in turn."""
     found: dict[str, list[float]] = {name: [] for name in steps}
@@ -239,7 +227,9 @@ def measure(m: int, names: list[str], repeat: int) -> dict:
         cosine, ratio = agreement(getattr(systems, name)(), wanted(layer, name))
         agrees[name] = [round(cosine, 6), round(ratio, 4)]
     eager = {name: getattr(systems, name) for name in names}
-    graphs = {name: captured(step) for name, step in eager.items() if name not in NO_GRAPH}
+    graphs = {
+        name: capture(lambda _, step=step: step(), 1).replay for name, step in eager.items() if name not in NO_GRAPH
+    }
     samples = {"eager": interleaved(eager, repeat), "graph": interleaved(graphs, repeat)}
     times = {how: {name: round(median(ms), 3) for name, ms in each.items()} for how, each in samples.items()}
     return {"model": "qwen3-8b", "tokens": m, "rank": RANK, "ms": times, "agrees": agrees}

@@ -165,6 +165,11 @@ def _members(
     return found
 
 
+def wide(x: Tensor) -> torch.dtype:
+    """Return the dtype that sums are taken in: fp32, for an x of fp64 that."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def _per_slot(t: Tensor | None, slice_: int, slot: int, default: float) -> float:
     if t is None:
         return default
@@ -182,17 +187,25 @@ def shrink(
     starts: Tensor,
 ) -> Tensor:
     """Down-project: h[m, s, :] = x.dtype(scaling * x[m] A_s[slot of m]^T), zero where a row has no adapter."""
-    width = checks.check_shrink(x, a, rank, scaling, sorted_tokens, ids, counts, starts)
+    checks.check_shrink(x, a, rank, scaling, sorted_tokens, ids, counts, starts)
+    return shrink_rows(x, a, rank, scaling, _members(sorted_tokens, ids, counts, starts, a[0].shape[0], x.shape[0]))
+
+
+def shrink_rows(
+    x: Tensor, a: list[Tensor], rank: Tensor | None, scaling: Tensor | None, members: list[tuple[int, Tensor]]
+) -> Tensor:
+    """Down-project rows by slot, sums in :func:`wide` and rounded once."""
+    width, into = a[0].shape[1], wide(x)
     h = x.new_zeros((x.shape[0], len(a), width))
-    for slot, rows in _members(sorted_tokens, ids, counts, starts, a[0].shape[0], x.shape[0]):
+    for slot, rows in members:
         for s, weights in enumerate(a):
             r = max(min(int(_per_slot(rank, s, slot, width)), width), 0)
-            partial = x[rows].float() @ weights[slot, :r].float().t()
+            partial = x[rows].to(into) @ weights[slot, :r].to(into).t()
             h[rows, s, :r] = (partial * _per_slot(scaling, s, slot, 1.0)).to(x.dtype)
     return h
 
 
-def _expand(
+def expand_rows(
     acc: Tensor,
     h: Tensor,
     b: list[Tensor],
@@ -201,14 +214,14 @@ def _expand(
     scaling: Tensor | None,
     members: list[tuple[int, Tensor]],
 ) -> None:
-    """Add every group's up-projection to the fp32 accumulator in place."""
+    """Add every group's up-projection to the accumulator in place."""
     for slot, rows in members:
         start = 0
         for s, weights in enumerate(b):
             stop = start + weights.shape[1]
             r = min(int(_per_slot(rank, s, slot, weights.shape[2])), weights.shape[2])
             if r > 0:
-                delta = h[rows, s, :r].float() @ weights[slot, :, :r].float().t()
+                delta = h[rows, s, :r].to(acc.dtype) @ weights[slot, :, :r].to(acc.dtype).t()
                 if b_bias:
                     delta += _per_slot(scaling, s, slot, 1.0) * b_bias[s][slot].float()
                 acc[rows, start:stop] += delta
@@ -232,7 +245,7 @@ def expand_add_(
     members = _members(sorted_tokens, ids, counts, starts, b[0].shape[0], y.shape[0])
     for slot, rows in members:
         acc = y[rows].float()
-        _expand(acc, h[rows], b, b_bias, rank, scaling, [(slot, torch.arange(len(rows), device=y.device))])
+        expand_rows(acc, h[rows], b, b_bias, rank, scaling, [(slot, torch.arange(len(rows), device=y.device))])
         y[rows] = acc.to(y.dtype)
 
 
@@ -263,7 +276,7 @@ def multiply(
     """Multiply by the base weight in fp32, in fp64 an x of that: scales outside of the sum, but those of blocks."""
     layout = checks.scale_layout(weight.shape, weight_scale)
     if compute == "w8a16":
-        operand = x if x.dtype == torch.float64 else x.float()
+        operand = x.to(wide(x))
         row_scale = operand.new_ones(())
     else:
         codes, row_scale = quantize_activations(x, x_codes, x_scale, layout)
@@ -286,7 +299,7 @@ def lora_linear(*arguments) -> Tensor:
         groups = call.groups[:4]
         h = shrink(x, call.a, call.rank, call.scaling, *groups)
         members = _members(*groups, call.a[0].shape[0], x.shape[0])
-        _expand(acc, h, call.b, call.b_bias, call.rank, call.scaling, members)
+        expand_rows(acc, h, call.b, call.b_bias, call.rank, call.scaling, members)
     if call.bias is not None:
         acc += call.bias.float()
     return acc.to(x.dtype)

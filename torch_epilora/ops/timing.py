@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-__all__ = ["median_times"]
+__all__ = ["capture", "median_times"]
 
 ROUNDS = 15
 
@@ -37,7 +37,7 @@ def median_times(
 
 
 def _cuda_rounds(variants: Mapping[str, Callable[[int], object]], copies: int) -> dict[str, list[float]]:
-    graphs = {name: _capture(step, copies) for name, step in variants.items()}
+    graphs = {name: capture(step, copies) for name, step in variants.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in variants}
     for graph in graphs.values():
         graph.replay()
@@ -53,7 +53,8 @@ def _cuda_rounds(variants: Mapping[str, Callable[[int], object]], copies: int) -
     return {name: [1000 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
 
-def _capture(step: Callable[[int], object], copies: int) -> torch.cuda.CUDAGraph:
+def capture(step: Callable[[int], object], copies: int) -> torch.cuda.CUDAGraph:
+    """Capture a step of every copy, 0 to ``copies - 1``, as one CUDA graph, warmed up before."""
     # The stream that is warmed up is the one that is captured: what a variant keeps for each stream (scratch, another
     # stream beside it) then exists. Twice, since a second call may go another way once the first has filled a cache.
     side = torch.cuda.Stream()

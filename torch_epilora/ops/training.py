@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from torch_epilora.ops import checks
-from torch_epilora.ops.reference import _members, _per_slot, dequantize_fp8, multiply
+from torch_epilora.ops.reference import (
+    _members,
+    _per_slot,
+    dequantize_fp8,
+    expand_rows,
+    multiply,
+    shrink_rows,
+    wide,
+)
 from torch_epilora.ops.schemas import HOST_TAGS, library
 
 _GROUPS = "Tensor? sorted_tokens, Tensor? ids, Tensor? counts, Tensor? starts"
@@ -158,7 +166,7 @@ torch.library.register_autograd("epilora::lora_linear_train_backward", _refuse, 
 
 
 class _Eager(torch.autograd.Function):
-    """The operator with its gradients, without the 0.4 ms that torch.library's own way to them takes a call."""
+    """The operator with its gradients, by a shorter way through Python than torch.library's own."""
 
     @staticmethod
     def forward(ctx, slices, *flat):
@@ -175,7 +183,7 @@ class _Eager(torch.autograd.Function):
         return None, *found[:6], *found[8:], *found[6], *found[7]
 
 
-def groups_of(call: Train) -> list[tuple[int, Tensor]]:
+def _groups_of(call: Train) -> list[tuple[int, Tensor]]:
     """(slot, its rows); reads the metadata on the host."""
     m = call.x.shape[0]
     if call.groups is None:
@@ -183,33 +191,23 @@ def groups_of(call: Train) -> list[tuple[int, Tensor]]:
     return _members(*call.groups, call.a[0].shape[0], m)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _weight(call: Train) -> Tensor:
     """Value of the codes, in the dtype that sums are taken in."""
-    return dequantize_fp8(call.weight, call.weight_scale).to(_wide(call.x))
+    return dequantize_fp8(call.weight, call.weight_scale).to(wide(call.x))
 
 
 def train(*arguments) -> tuple[Tensor, Tensor]:
     """Compute the layer in fp32 (fp64 for fp64), rounded once, and h [M, slices, R] in x's dtype: plain torch."""
     call = Train(*arguments)
     check_train(call)
-    x, wide = call.x, _wide(call.x)
+    x = call.x
     acc = multiply(x, None, call.x_scale, call.weight, call.weight_scale, call.compute)
-    source = x if call.adapter_x is None else call.adapter_x
-    h = x.new_zeros((x.shape[0], len(call.a), call.a[0].shape[1]))
-    for slot, rows in groups_of(call):
-        start = 0
-        for s, (down, up) in enumerate(zip(call.a, call.b, strict=True)):
-            stop = start + up.shape[1]
-            partial = source[rows].to(wide) @ down[slot].to(x.dtype).to(wide).t()
-            h[rows, s] = (partial * _per_slot(call.scaling, s, slot, 1.0)).to(x.dtype)
-            acc[rows, start:stop] += h[rows, s].to(wide) @ up[slot].to(x.dtype).to(wide).t()
-            start = stop
+    source, members = x if call.adapter_x is None else call.adapter_x, _groups_of(call)
+    a, b = ([t.to(x.dtype) for t in group] for group in (call.a, call.b))
+    h = shrink_rows(source, a, None, call.scaling, members)
+    expand_rows(acc, h, b, [], None, None, members)
     if call.bias is not None:
-        acc += call.bias.to(wide)
+        acc += call.bias.to(acc.dtype)
     return acc.to(x.dtype), h
 
 
@@ -233,22 +231,22 @@ def backward(
     """Compute the gradients to x, adapter_x, and every A and B, as they are asked for: plain torch."""
     groups = sorted_tokens, ids, counts, starts
     call = Train(x, adapter_x, None, weight, weight_scale, None, a, b, scaling, *groups, "w8a16")
-    wide = _wide(x)
-    source, g = x if adapter_x is None else adapter_x, grad.to(wide)
+    source, into = x if adapter_x is None else adapter_x, wide(x)
+    g = grad.to(into)
     dx = g @ _weight(call) if to_x else g.new_empty(0)
     other = torch.zeros_like(dx) if adapter_x is not None else dx
-    da, db = ([torch.zeros_like(t, dtype=wide) for t in group] for group in (call.a, call.b))
-    for slot, rows in groups_of(call):
+    da, db = ([torch.zeros_like(t, dtype=into) for t in group] for group in (call.a, call.b))
+    for slot, rows in _groups_of(call):
         start = 0
         for s, (down, up) in enumerate(zip(call.a, call.b, strict=True)):
             stop = start + up.shape[1]
             part = g[rows, start:stop]
-            dh = part @ up[slot].to(x.dtype).to(wide) * _per_slot(call.scaling, s, slot, 1.0)
-            dh = dh.to(x.dtype).to(wide)
+            dh = part @ up[slot].to(x.dtype).to(into) * _per_slot(call.scaling, s, slot, 1.0)
+            dh = dh.to(x.dtype).to(into)
             if to_x:
-                other[rows] += dh @ down[slot].to(x.dtype).to(wide)
-            da[s][slot] = dh.t() @ source[rows].to(wide)
-            db[s][slot] = part.t() @ h[rows, s].to(wide)
+                other[rows] += dh @ down[slot].to(x.dtype).to(into)
+            da[s][slot] = dh.t() @ source[rows].to(into)
+            db[s][slot] = part.t() @ h[rows, s].to(into)
             start = stop
     apart = other.to(x.dtype) if to_x and adapter_x is not None else x.new_empty(0)
     made = [[t.to(like.dtype) for t, like in zip(*pair, strict=True)] for pair in ((da, call.a), (db, call.b))]

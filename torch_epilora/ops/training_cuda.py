@@ -95,7 +95,7 @@ def _forward(*arguments) -> tuple[Tensor, Tensor]:
         _add(call, y, h, b)
         return y, h
     y = _up(call, h, b)
-    for rows, weight in _rows(call):
+    for rows, weight in _pieces(call, 0):
         y[:, rows].addmm_(x, weight.t())
     return y, h
 
@@ -125,24 +125,16 @@ def _up(call: Train, h: Tensor, b: list[Tensor]) -> Tensor:
     return y
 
 
-def _rows(call: Train) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of the weight and their value, a piece of memory that the next ones overwrite."""
+def _pieces(call: Train, dim: int) -> Iterator[tuple[slice, Tensor]]:
+    """Rows (dim 0) or columns (1) of the weight and their value, in memory that the next ones overwrite."""
     from torch_epilora.ops.triton.dequantize import dequantize, scratch
 
-    (n, k), room = call.weight.shape, scratch(call.weight, call.x.dtype, SCRATCH)
-    for first, stop in _spans(n, room.numel() // k):
-        out = room[: (stop - first) * k].view(stop - first, k)
-        yield slice(first, stop), dequantize(call.weight, call.weight_scale, out, (first, stop), (0, k))
-
-
-def _columns(call: Train) -> Iterator[tuple[slice, Tensor]]:
-    """Columns of the weight and their value, as :func:`_rows`."""
-    from torch_epilora.ops.triton.dequantize import dequantize, scratch
-
-    (n, k), room = call.weight.shape, scratch(call.weight, call.x.dtype, SCRATCH)
-    for first, stop in _spans(k, room.numel() // n):
-        out = room[: (stop - first) * n].view(n, stop - first)
-        yield slice(first, stop), dequantize(call.weight, call.weight_scale, out, (0, n), (first, stop))
+    shape, room = tuple(call.weight.shape), scratch(call.weight, call.x.dtype, SCRATCH)
+    for span in _spans(shape[dim], room.numel() // shape[1 - dim]):
+        rows, columns = [span if d == dim else (0, size) for d, size in enumerate(shape)]
+        size = rows[1] - rows[0], columns[1] - columns[0]
+        out = room[: size[0] * size[1]].view(size)
+        yield slice(*span), dequantize(call.weight, call.weight_scale, out, rows, columns)
 
 
 def _spans(total: int, most: int) -> Iterator[tuple[int, int]]:
@@ -172,11 +164,11 @@ def _gradients(*arguments) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     low = _grad_down(call, dh)
     if adapter_x is None:
         dx = low
-        for columns, value in _columns(call):
+        for columns, value in _pieces(call, 1):
             dx[:, columns].addmm_(grad, value)
         return dx, nothing, da, db
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for columns, value in _columns(call):
+    for columns, value in _pieces(call, 1):
         torch.mm(grad, value, out=dx[:, columns])
     return dx, low, da, db
 
